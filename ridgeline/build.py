@@ -38,7 +38,7 @@ from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import NUMBERS_OF_DRAFTS, WARM_UP_S, WarmUp
 from ridgeline.figures import scaled
-from ridgeline.formats import MODEL, STORED
+from ridgeline.formats import CHECKPOINT, MODEL
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
 from ridgeline.kernels.cpu import native
@@ -294,7 +294,7 @@ def _warm_up(
             draft_tokens=_foreseen_drafts(controller),
         )
         warm_up.run(WARM_UP_S)
-        opened.detail = warm_up.words()
+        opened.detail = warm_up.text()
     return warm_up
 
 
@@ -395,7 +395,7 @@ def _source(
     """On a CPU the copy out of the mapped file is all there is to do."""
     if isinstance(checkpoint, GGUFCheckpoint):
         return checkpoint
-    is_kept = resolved.weight_format == STORED
+    is_kept = resolved.weight_format == CHECKPOINT
     unpacked = unpacked_matrices(spec) if is_kept else matrix_schemes(spec)
     if unpacked:
         return UnpackedSource(checkpoint, unpacked)
@@ -485,7 +485,7 @@ def _draft_decoder(
     """In the serving dtype, as its files are."""
     plain = structs.replace(config, load_format="auto")
     checkpoint = _open(plain, source.folder.path, source.spec)
-    weight_format = STORED if is_quantized(source.spec) else "auto"
+    weight_format = CHECKPOINT if is_quantized(source.spec) else "auto"
     served = replace(resolved, load_format="auto", weight_format=weight_format)
     keeps = packs if device.name == "cpu" else None
     return _decoder(

@@ -3,7 +3,7 @@ next, and which class does the work? Data only: cost, planner and resolve read t
 loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
-`fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
+`fast_on` names the kinds of device, or the generations (`Device.traits`), that have kernels for the
 packed numbers; elsewhere they are unpacked first, which saves memory and no time.
 """
 
@@ -98,13 +98,13 @@ def _int4(
     )
 
 
-STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
+CHECKPOINT = "checkpoint"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine(
         "ridgeline.quantization.plain:PlainWeights", is_fused=True, groups_experts=True
     ),
     # Bits and scales are those of each matrix in the checkpoint: `architectures.scheme_config`.
-    STORED: WeightFormatLine(
+    CHECKPOINT: WeightFormatLine(
         "ridgeline.quantization.checkpoint_weights:CheckpointWeights",
         ("cpu", "hopper"),
         groups_experts=True,
@@ -206,7 +206,7 @@ class DraftMethodLine:
     where: str
     argument: str
     acceptance: float
-    words: str
+    text: str
     looks_ahead: bool = False
     is_served: bool = True
     has_cache: bool = False

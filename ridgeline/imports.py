@@ -24,7 +24,7 @@ WITHOUT_TORCH = (
     "tokenizers",
     "ridgeline.answer",
     "ridgeline.cost.pricer",
-    "ridgeline.cost.ways_to_fit",
+    "ridgeline.cost.fit_suggestions",
     "ridgeline.engine",
     "ridgeline.generation",
     "ridgeline.observe.event_log",

@@ -13,8 +13,7 @@ from msgspec import structs
 
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.scheme_config import is_quantized, unpacked_matrices
-from ridgeline.architectures.scheme_config import words as scheme_words
+from ridgeline.architectures.scheme_config import is_quantized, scheme_text, unpacked_matrices
 from ridgeline.architectures.spec import NATIVE, ModelSpec
 from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
@@ -33,14 +32,14 @@ from ridgeline.cost.memory import (
     RESERVE_BYTES,
     device_kind,
     graph_items,
-    size_words,
+    size_text,
     working_items,
 )
 from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.devices.host_memory import kept_for_others
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import STORED, WeightFormatLine, weight_line
+from ridgeline.formats import CHECKPOINT, WeightFormatLine, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
@@ -322,7 +321,7 @@ def _with_drafts(
     drafting = replace(decided, kind=kind)
     if no_drafts is not None or config.speculate != "off":
         asked = config.speculate if no_drafts is None else "auto"
-        decisions.note("speculate", asked, drafting.words, no_drafts or drafting.because)
+        decisions.note("speculate", asked, drafting.text, no_drafts or drafting.because)
     verified = 0
     if drafting.asked is not None:
         verified = max(captured, MAX_VERIFIED_TOKENS[device_kind(kind)])
@@ -453,23 +452,23 @@ def _weight_format(
     """A quantized checkpoint is kept as it is, unless something else was asked for."""
     asked, has_files = config.weight_format, load_format != "random"
     in_layers, others = is_quantized(spec) and has_files, unpacked_matrices(spec)
-    if asked == STORED and not in_layers:
+    if asked == CHECKPOINT and not in_layers:
         raise ConfigError(
-            "weight_format stored: no quantized matrices of layers are read here; leave it out, or"
-            " choose plain, or a format to round the weights to"
+            "weight_format checkpoint: no quantized matrices of layers are read here; leave it out,"
+            " or choose plain, or a format to round the weights to"
         )
     if has_files and others:
-        because = f"{_some(one.name for one in others)} ({others[0].scheme.words}) unpacked"
+        because = f"{_some(one.name for one in others)} ({others[0].scheme.text}) unpacked"
         decisions.note("unpacked weights", asked, dtype, because)
     if not in_layers:
         if is_quantized(spec):
             because = "random numbers have nothing of the checkpoint's quantization"
             decisions.note("weight_format", asked, "plain" if asked == "auto" else asked, because)
         return "plain" if asked == "auto" else asked
-    if asked in ("auto", STORED):
-        decisions.note("weight_format", asked, STORED, _kept(spec))
-        return STORED
-    because = f"{scheme_words(spec)}: unpacked to {dtype} first"
+    if asked in ("auto", CHECKPOINT):
+        decisions.note("weight_format", asked, CHECKPOINT, _kept(spec))
+        return CHECKPOINT
+    because = f"{scheme_text(spec)}: unpacked to {dtype} first"
     decisions.note("weight_format", asked, asked, because)
     return asked
 
@@ -482,7 +481,7 @@ def _some(names: Iterable[str]) -> str:
 def _kept(spec: ModelSpec) -> str:
     """What is kept of a quantized checkpoint, and what it says besides."""
     kinds = {scheme: None for layer in spec.layers for _, scheme in layer.schemes if scheme.keeps}
-    said = [f"{scheme_words(spec)}: codes and scales as the checkpoint has them"]
+    said = [f"{scheme_text(spec)}: codes and scales as the checkpoint has them"]
     inputs = dict.fromkeys(one.inputs for one in kinds if one.inputs)
     if inputs:
         says = "; ".join(inputs)
@@ -606,9 +605,9 @@ def _longest(num_blocks: int, max_model_len: int, blocks_for: object) -> int:
 
 
 def _shortage(items: tuple[tuple[str, int], ...], allowed: int, device: _Memory) -> str:
-    lines = ", ".join(f"{what} {size_words(size)}" for what, size in items)
+    lines = ", ".join(f"{what} {size_text(size)}" for what, size in items)
     return (
-        f"does not fit: {lines}; allowed {size_words(allowed)}, free {size_words(device.free)}"
+        f"does not fit: {lines}; allowed {size_text(allowed)}, free {size_text(device.free)}"
         + (f" ({device.bound}). " if device.bound else ". ")
         + "The largest item is "
         + max(items, key=lambda item: item[1])[0]

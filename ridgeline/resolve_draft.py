@@ -19,7 +19,14 @@ from ridgeline.cost.captured import RECORDED_KV
 from ridgeline.cost.memory import device_kind
 from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
-from ridgeline.formats import AUTO_DRAFT_TOKENS, LAYERS, MODEL, STORED, AskedDrafts, read_speculate
+from ridgeline.formats import (
+    AUTO_DRAFT_TOKENS,
+    CHECKPOINT,
+    LAYERS,
+    MODEL,
+    AskedDrafts,
+    read_speculate,
+)
 from ridgeline.kernels.cpu.native import library, why_no_library
 from ridgeline.speculation.memory import (
     DraftMemory,
@@ -71,14 +78,14 @@ class Drafting:
         if self.draft is not None and self.asked.line.is_head:
             return draft_head(spec, self.draft, setting)
         if self.draft is not None:
-            weights = STORED if is_quantized(self.draft) else "plain"
+            weights = CHECKPOINT if is_quantized(self.draft) else "plain"
             return draft_model(spec, self.draft, replace(setting, weight_format=weights))
         if self.asked.line.argument == LAYERS:
             return early_layers(spec, setting)
         return looking_up(setting)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         if self.asked is None:
             return "off"
         name = ":".join(filter(None, (self.asked.method, self.asked.argument)))
@@ -190,4 +197,4 @@ def _as_asked(
     if wanted == MODEL and read_draft is not None:
         draft = read_draft(asked.argument)
         draft_groups(kv_groups(spec), draft)  # raises
-    return Drafting(asked, asked.line.words, draft)
+    return Drafting(asked, asked.line.text, draft)

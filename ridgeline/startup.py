@@ -118,7 +118,7 @@ def process_age_s() -> float:
 class Said(Protocol):
     """Something that can be put into words; none when there is nothing to say."""
 
-    def words(self) -> str: ...
+    def text(self) -> str: ...
 
 
 @runtime_checkable
@@ -154,17 +154,17 @@ def total_s(phases: Iterable[Phase]) -> float:
 def say_phases(phases: Iterable[Phase]) -> None:
     """One line at INFO; seconds by name."""
     rows = tuple(phases)
-    words = ", ".join(phase_words(phase) for phase in rows)
+    words = ", ".join(phase_text(phase) for phase in rows)
     say(logger, logging.INFO, "start-up", total_s=round(total_s(rows), 2), phases=words)
 
 
 def say_first_token(kernels: Said | None) -> None:
     """One line at INFO: how old the process is, and what became of `kernels` until now."""
-    known = (kernels and kernels.words()) or "none"
+    known = (kernels and kernels.text()) or "none"
     age = round(process_age_s(), 2)
     say(logger, logging.INFO, "first token", process_age_s=age, kernels=known)
 
 
-def phase_words(phase: Phase) -> str:
+def phase_text(phase: Phase) -> str:
     detail = f" ({phase.detail})" if phase.detail else ""
     return f"{phase.name} {phase.seconds:.2f} s{detail}"

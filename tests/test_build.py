@@ -32,7 +32,7 @@ class Foreseeing:
     def run(self, seconds: float) -> None:
         """There is nothing to do."""
 
-    def words(self) -> str:
+    def text(self) -> str:
         return "nothing"
 
 

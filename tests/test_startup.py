@@ -124,7 +124,7 @@ def test_an_engine_says_where_its_start_went(tmp_path: Path) -> None:
 
 def test_the_lines_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Counts:
-        def words(self) -> str:
+        def text(self) -> str:
             return "2 kernels compiled"
 
     rows = (Phase("Python", 0.5), Phase("weights", 1.25, "16.1 GB"))

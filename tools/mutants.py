@@ -771,13 +771,13 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
-        "drafts: what is new makes up for a pace that is wrong",
+        "drafts: what is new makes up for a slowdown that is wrong",
         STEP_TIMES,
-        "near * _within(value / seen.pace / near, CLOSE), 1",
-        "value / seen.pace, 1",
+        "near * _within(value / seen.slowdown / near, CLOSE), 1",
+        "value / seen.slowdown, 1",
     ),
     Mutant(
-        "drafts: a stall is the new pace",
+        "drafts: a stall is the new slowdown",
         STEP_TIMES,
         "value = median_low(seen.run)",
         "value = max(seen.run)",
@@ -807,7 +807,7 @@ MUTANTS = (
         "found[k] = 2 * best",
     ),
     Mutant(
-        "drafts: a pace that has changed is never heard of",
+        "drafts: a slowdown that has changed is never heard of",
         STEP_TIMES,
         "elif seen.length > FIRST:",
         "elif seen.length < 0:",

@@ -53,7 +53,7 @@ def row(case: Case) -> dict[str, object]:
 def _words(found: Deployment) -> dict[str, object]:
     candidate = found.estimate.candidate
     return {
-        "what": f"{found.replicas} x {found.estimate.hardware.words}",
+        "what": f"{found.replicas} x {found.estimate.hardware.text}",
         "usd_per_hour": found.cost,
         "max_num_seqs": candidate.max_num_seqs,
         "max_num_batched_tokens": candidate.max_num_batched_tokens,

@@ -76,7 +76,7 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
         "read_out_ms": (read.measured_s + read.host_s) / read.num_steps * 1e3,
         "share_of_bandwidth": read.share_of_bandwidth,
         "over_expected": read.expected_ratio,
-        "line": read.words(),
+        "line": read.text(),
     }
 
 

@@ -95,7 +95,7 @@ class Chosen:
         self.num_skipped += report.skipped
         self.num_passed += report.passed and report.when == "call"
 
-    def words(self) -> str:
+    def text(self) -> str:
         return (
             f"sanitized: {self.num_chosen} tests, {self.num_passed} passed,"
             f" {self.num_failed} failed, {self.num_skipped} skipped, {self.num_late} not begun"
@@ -111,7 +111,7 @@ def run_tests(asked: argparse.Namespace) -> int:
     found = [path for path in asked.paths if Path(path).exists()]
     code = pytest.main(["-q", "--tb=short", "--durations=5", "-p", "no:cacheprovider", *found],
                        plugins=[plugin])  # fmt: skip
-    print(f"\n{plugin.words()}", flush=True)
+    print(f"\n{plugin.text()}", flush=True)
     return int(code)
 
 

@@ -95,7 +95,7 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
     if reader.flag(OWN_TENSORS, default=False):
-        spec = replace(spec, stored=())
+        spec = replace(spec, tensor_layouts=())
     _check_size(spec)
     if model_type in FAMILIES:
         _check_class(reader, model_type)

@@ -19,7 +19,7 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
-from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
+from ridgeline.formats import CHECKPOINT, WeightFormatLine, kv_line, weight_line
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -71,7 +71,7 @@ def layer_scale_bytes(
     """Bytes of the scales and zero points of a layer's packed matrices that each of `ranks`
     holds: some for each row, and for each group of it, the last of which may be short. Rows of
     matrices that are split by their columns are held by all."""
-    if weight_format == STORED:
+    if weight_format == CHECKPOINT:
         return _scheme_bytes(hidden_size, layer, 1, ranks)[1]
     line, total = weight_line(weight_format), 0
     for matrices in products(layer, hidden_size).values():
@@ -92,7 +92,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
     packed, line = linear_weights(spec), weight_line(weight_format)
     scheme = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
     every = Counter(spec.layers).items()
-    if weight_format == STORED:
+    if weight_format == CHECKPOINT:
         width = spec.hidden_size
         scheme = sum(n * _scheme_bytes(width, layer, dtype_bytes)[0] for layer, n in every)
     scheme += sum(n * layer_scale_bytes(spec.hidden_size, one, weight_format) for one, n in every)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ridgeline.architectures.config_reader import MAX_HEADS, ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk
 from ridgeline.architectures.parts import with_biases
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(
     rope_theta=10_000.0, norm_eps=1e-5, norm_key="layer_norm_epsilon", max_positions=2048
@@ -56,9 +56,9 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         norm_kind="layer and bias",
         parallel_norms=norms,
         tied=True,
-        stored=(
-            Stored(f"{_QKV}.weight", ("q", "k", "v"), trunk.num_kv_heads),
-            Stored(f"{_QKV}.bias", ("q_bias", "k_bias", "v_bias"), trunk.num_kv_heads),
+        tensor_layouts=(
+            TensorLayout(f"{_QKV}.weight", ("q", "k", "v"), trunk.num_kv_heads),
+            TensorLayout(f"{_QKV}.bias", ("q_bias", "k_bias", "v_bias"), trunk.num_kv_heads),
         ),
     )
 

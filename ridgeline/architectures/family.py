@@ -27,7 +27,7 @@ from ridgeline.architectures.spec import (
     NormKind,
     NormPlaces,
     RopeSpec,
-    Stored,
+    TensorLayout,
 )
 
 # Config names -> ours. `gelu_new`, `gelu_fast` and `gelu_pytorch_tanh` are the same tanh formula.
@@ -349,7 +349,7 @@ def model_spec(
     norms: NormPlaces = "before",
     norm_kind: NormKind = "rms",
     tied: bool = False,
-    stored: tuple[Stored, ...] = (),
+    tensor_layouts: tuple[TensorLayout, ...] = (),
     parallel_norms: int = 0,
     written: tuple[tuple[str, str], ...] = (),
 ) -> ModelSpec:
@@ -374,7 +374,7 @@ def model_spec(
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size=trunk.vocab_size),
         norm_kind=norm_kind,
-        stored=stored,
+        tensor_layouts=tensor_layouts,
         written=written,
     )
 

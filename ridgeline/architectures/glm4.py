@@ -8,7 +8,7 @@ from dataclasses import replace
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(
     rope_theta=10_000.0,
@@ -18,7 +18,7 @@ DEFAULTS = Defaults(
     head_dim=128,
     rotated_share=0.5,
 )
-STORED = (Stored("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate", "up")),)
+LAYOUTS = (TensorLayout("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate", "up")),)
 NAMES = {
     **LLAMA_NAMES,
     "post_attention_norm": "model.layers.{layer}.post_self_attn_layernorm.weight",
@@ -39,5 +39,5 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         feed_forward=dense(config),
         tensor_names=NAMES,
         norms="before" if is_older else "around",
-        stored=STORED,
+        tensor_layouts=LAYOUTS,
     )

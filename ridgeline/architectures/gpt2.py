@@ -8,7 +8,7 @@ from dataclasses import replace
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk
 from ridgeline.architectures.parts import with_biases
-from ridgeline.architectures.spec import ModelSpec, RopeSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, RopeSpec, TensorLayout
 
 DEFAULTS = Defaults(
     rope_theta=10_000.0, norm_eps=1e-5, norm_key="layer_norm_epsilon", max_positions=1024
@@ -40,10 +40,10 @@ NAMES = {
         }
     ),
 }
-STORED = (
-    Stored(f"{_STEM}attn.c_attn.weight", ("q", "k", "v"), transposed=True),
-    Stored(f"{_STEM}attn.c_attn.bias", ("q_bias", "k_bias", "v_bias")),
-    *(Stored(NAMES[role], (role,), transposed=True) for role in ("o", "up", "down")),
+LAYOUTS = (
+    TensorLayout(f"{_STEM}attn.c_attn.weight", ("q", "k", "v"), transposed=True),
+    TensorLayout(f"{_STEM}attn.c_attn.bias", ("q_bias", "k_bias", "v_bias")),
+    *(TensorLayout(NAMES[role], (role,), transposed=True) for role in ("o", "up", "down")),
 )
 # As the first files were written.
 WRITTEN = tuple((f"{own}.", f"transformer.{own}.") for own in ("h", "wte", "wpe", "ln_f"))
@@ -69,7 +69,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         tensor_names=NAMES,
         norm_kind="layer and bias",
         tied=True,
-        stored=STORED,
+        tensor_layouts=LAYOUTS,
         written=WRITTEN,
     )
     return replace(spec, learned_positions=trunk.max_positions)

@@ -9,7 +9,7 @@ from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk
 from ridgeline.architectures.parts import with_biases
 from ridgeline.architectures.rope_config import SHARE
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(
     rope_theta=10_000.0,
@@ -55,9 +55,9 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         tensor_names=NAMES,
         norm_kind="layer and bias",
         parallel_norms=2 if config.flag("use_parallel_residual", default=True) else 0,
-        stored=(
-            Stored(f"{_QKV}.weight", ("q", "k", "v"), heads),
-            Stored(f"{_QKV}.bias", ("q_bias", "k_bias", "v_bias"), heads),
+        tensor_layouts=(
+            TensorLayout(f"{_QKV}.weight", ("q", "k", "v"), heads),
+            TensorLayout(f"{_QKV}.bias", ("q_bias", "k_bias", "v_bias"), heads),
         ),
         written=(("embed_out.", "lm_head."),),
     )

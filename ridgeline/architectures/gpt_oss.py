@@ -14,7 +14,7 @@ from ridgeline.architectures.family import (
     routed,
 )
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(
     rope_theta=150_000.0, norm_eps=1e-5, max_positions=131_072, num_kv_heads=8, head_dim=64
@@ -39,16 +39,16 @@ NAMES = {
 }
 
 
-def stored(size: int, *, mxfp4: bool) -> tuple[Stored, ...]:
+def layouts(size: int, *, mxfp4: bool) -> tuple[TensorLayout, ...]:
     """Rows of gate and up take turns."""
     stem = f"{_STEM}mlp.experts."
     both, down = f"{stem}gate_up_proj", f"{stem}down_proj"
     as_numbers = {"transposed": not mxfp4, "mxfp4": mxfp4, "experts": True}
     return (
-        Stored(both, ("gate", "up"), size, **as_numbers),
-        Stored(f"{both}_bias", ("gate_bias", "up_bias"), size, experts=True),
-        Stored(down, ("down",), **as_numbers),
-        Stored(f"{down}_bias", ("down_bias",), experts=True),
+        TensorLayout(both, ("gate", "up"), size, **as_numbers),
+        TensorLayout(f"{both}_bias", ("gate_bias", "up_bias"), size, experts=True),
+        TensorLayout(down, ("down",), **as_numbers),
+        TensorLayout(f"{down}_bias", ("down_bias",), experts=True),
     )
 
 
@@ -85,7 +85,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         attention=attention,
         feed_forward=experts,
         tensor_names=NAMES,
-        stored=stored(experts.intermediate_size, mxfp4=is_packed),
+        tensor_layouts=layouts(experts.intermediate_size, mxfp4=is_packed),
     )
 
 

@@ -15,7 +15,7 @@ from ridgeline.architectures.family import (
     read_trunk,
 )
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(rope_theta=10_000.0, norm_eps=1e-6, max_positions=2048)
 
@@ -31,7 +31,7 @@ def granite_spec(
     family: str,
     feed_forward: FeedForwardSpec,
     tensor_names: Mapping[str, str],
-    stored: tuple[Stored, ...] = (),
+    tensor_layouts: tuple[TensorLayout, ...] = (),
 ) -> ModelSpec:
     """What those with and without experts have in common."""
 
@@ -49,7 +49,7 @@ def granite_spec(
         attention=(attention,) * trunk.num_layers,
         feed_forward=feed_forward,
         tensor_names=tensor_names,
-        stored=stored,
+        tensor_layouts=tensor_layouts,
     )
     return replace(
         spec,

@@ -9,12 +9,12 @@ from dataclasses import replace
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, one_window, read_trunk
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ModelSpec, Stored
+from ridgeline.architectures.spec import ModelSpec, TensorLayout
 
 DEFAULTS = Defaults(rope_theta=10_000.0, norm_eps=1e-5, max_positions=4096, rotated_share=1.0)
-STORED = (
-    Stored("model.layers.{layer}.self_attn.qkv_proj.weight", ("q", "k", "v")),
-    Stored("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate", "up")),
+LAYOUTS = (
+    TensorLayout("model.layers.{layer}.self_attn.qkv_proj.weight", ("q", "k", "v")),
+    TensorLayout("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate", "up")),
 )
 OLDER = ("su", "yarn")  # names of longrope in older files
 TRAINED = "original_max_position_embeddings"
@@ -33,7 +33,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         attention=(attention,) * trunk.num_layers,
         feed_forward=dense(config),
         tensor_names=LLAMA_NAMES,
-        stored=STORED,
+        tensor_layouts=LAYOUTS,
     )
 
 

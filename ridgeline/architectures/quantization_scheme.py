@@ -123,7 +123,7 @@ class Scheme:
         return rows * E4M3_SCALE_BYTES if self.keeps else 0
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """For people: "gptq, 4 bits, groups of 128, zeros"."""
         if self.block_rows:
             shared = f"blocks of {self.block_rows} x {self.group}"
@@ -204,7 +204,7 @@ def groups(scheme: Scheme) -> Dim:
     return Dim("columns", 1, scheme.group) if scheme.group else ONE
 
 
-def scale_words(scheme: Scheme) -> tuple[str, ...]:
+def scale_dtypes(scheme: Scheme) -> tuple[str, ...]:
     """The dtypes that a scale may have in the file."""
     return tuple(name for name, own in FLOATS.items() if own == scheme.scale_dtype)
 

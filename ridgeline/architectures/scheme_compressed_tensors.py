@@ -19,7 +19,7 @@ from ridgeline.architectures.quantization_scheme import (
     Scheme,
     groups,
     kept_e4m3,
-    scale_words,
+    scale_dtypes,
 )
 from ridgeline.architectures.scheme_match import Find, matches, names_of
 
@@ -187,7 +187,7 @@ def _scale(scheme: Scheme) -> Raw:
         dims = (Dim("rows", 1, scheme.block_rows), groups(scheme))
     else:
         dims = (ROWS, groups(scheme))
-    return Raw("weight_scale", dims, scale_words(scheme))
+    return Raw("weight_scale", dims, scale_dtypes(scheme))
 
 
 def _beside(scheme: Scheme) -> tuple[Raw, ...]:

@@ -16,12 +16,12 @@ from ridgeline.architectures.quantization_scheme import (
 )
 from ridgeline.architectures.scheme_match import Find, check_work
 from ridgeline.architectures.spec import LayerSpec, ModelSpec
-from ridgeline.architectures.stored import (
+from ridgeline.architectures.tensor_layouts import (
     Cut,
+    checkpoint_pattern,
+    checkpoint_shapes,
     cuts,
     layer_cuts,
-    stored_pattern,
-    stored_tensors,
     untransposed,
 )
 from ridgeline.registry import opened
@@ -49,7 +49,7 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     if section is None:
         return spec
     method = section.text("quant_method")
-    if experts := [one for one in spec.stored if one.experts]:
+    if experts := [one for one in spec.tensor_layouts if one.experts]:
         if method == "mxfp4" and any(one.mxfp4 for one in experts):
             return spec
         raise section.fail(
@@ -67,7 +67,7 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     scale_dtype = section.text(SCALES, default=line.scale_dtype or spec.dtype)
     if scale_dtype not in ("float32", "float16", "bfloat16"):
         raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
-    shapes = stored_tensors(untransposed(spec))
+    shapes = checkpoint_shapes(untransposed(spec))
     check_work(section, len(shapes))
     find: Find = opened(line.config)(section, scale_dtype)
     layers = [
@@ -125,7 +125,7 @@ def _matrices(spec: ModelSpec, layer: LayerSpec) -> list[Part]:
 
 def _names(spec: ModelSpec, index: int, part: Part) -> list[str]:
     """Of the matrices of this role, one for each expert where there are some."""
-    pattern = stored_pattern(spec, part.role)
+    pattern = checkpoint_pattern(spec, part.role)
     if part.is_experts:
         pattern = spec.tensor_names.get(f"expert_{part.role}", pattern)
     numbers = range(part.copies if "{expert}" in pattern else 1)
@@ -165,7 +165,7 @@ def matrix_schemes(spec: ModelSpec) -> tuple[MatrixScheme, ...]:
 def layer_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
     if not any(layer.schemes for layer in spec.layers):
         return
-    shapes = stored_tensors(spec)
+    shapes = checkpoint_shapes(spec)
     for index, layer in enumerate(spec.layers):
         found: dict[str, Scheme] = {}
         for part in _matrices(spec, layer):
@@ -199,8 +199,8 @@ def is_quantized(spec: ModelSpec) -> bool:
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """As `stored_tensors`, of the tensors that the checkpoint has in place of such matrices."""
-    found = stored_tensors(spec)
+    """As `checkpoint_shapes`, of the tensors that the checkpoint has in place of such matrices."""
+    found = checkpoint_shapes(spec)
     for matrix in matrix_schemes(spec):
         del found[matrix.name]
         for raw in tensors_of(matrix.scheme):
@@ -219,11 +219,11 @@ def optional_checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def words(spec: ModelSpec) -> str:
+def scheme_text(spec: ModelSpec) -> str:
     """What is stored how, for people, the most frequent first."""
     counts: dict[str, int] = {}
     for matrix in matrix_schemes(spec):
-        counts[matrix.scheme.words] = counts.get(matrix.scheme.words, 0) + 1
+        counts[matrix.scheme.text] = counts.get(matrix.scheme.text, 0) + 1
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return "; ".join(f"{count} x {what}" if len(counts) > 1 else what for what, count in ordered)
 

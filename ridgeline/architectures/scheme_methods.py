@@ -17,7 +17,7 @@ from ridgeline.architectures.quantization_scheme import (
     Scheme,
     groups,
     kept_e4m3,
-    scale_words,
+    scale_dtypes,
 )
 from ridgeline.architectures.scheme_compressed_tensors import MAX_GROUP, WORD_BITS, read_block
 from ridgeline.architectures.scheme_match import (
@@ -137,7 +137,7 @@ def gptq_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     return (
         Raw("qweight", (Dim("columns", scheme.bits, WORD_BITS), ROWS), ("I32",)),
         Raw("qzeros", (groups(scheme), Dim("rows", scheme.bits, WORD_BITS)), ("I32",)),
-        Raw("scales", (groups(scheme), ROWS), scale_words(scheme)),
+        Raw("scales", (groups(scheme), ROWS), scale_dtypes(scheme)),
         Raw("g_idx", (COLUMNS,), ("I32",), is_optional=not scheme.act_order),
     )
 
@@ -176,7 +176,7 @@ def awq_tensors(scheme: Scheme) -> tuple[Raw, ...]:
         Raw(
             AWQ_ZEROS, (groups(scheme), eighth), ("I32",), is_read=is_read, is_optional=not is_read
         ),
-        Raw("scales", (groups(scheme), ROWS), scale_words(scheme)),
+        Raw("scales", (groups(scheme), ROWS), scale_dtypes(scheme)),
     )
 
 
@@ -228,9 +228,9 @@ def fp8_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     codes = Raw("weight", (ROWS, COLUMNS), ("F8_E4M3",))
     if scheme.is_whole:
         rounds_inputs = Raw("input_scale", (), tuple(FLOATS), is_read=False, is_optional=True)
-        return codes, Raw("weight_scale", (), scale_words(scheme)), rounds_inputs
+        return codes, Raw("weight_scale", (), scale_dtypes(scheme)), rounds_inputs
     blocks = Dim("rows", 1, scheme.block_rows), groups(scheme)
-    return codes, Raw("weight_scale_inv", blocks, scale_words(scheme))
+    return codes, Raw("weight_scale_inv", blocks, scale_dtypes(scheme))
 
 
 # ------------------------------------------------------------------------ bitsandbytes

@@ -177,7 +177,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorLayout:
     """Tensor `name` of the checkpoint (with {layer} to fill in) holds the parameters of `roles`,
     one below the other: in each of `blocks` equal parts of it, one for each head say, its share of
     all of them. `transposed`: side by side, as a product x @ W has them. `experts`: the same of
@@ -198,7 +198,7 @@ class ModelSpec:
     `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
     `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
-    `stored`: which parameters are parts of larger tensors; their names are ours alone then.
+    `tensor_layouts`: which parameters are parts of larger tensors; their names are ours alone then.
     `learned_positions`: rows of a table, of which that of its position is added to each embedding.
     `written`: how names begin in some files, and how they do here.
     `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
@@ -223,7 +223,7 @@ class ModelSpec:
     unserved: str = ""
     schemes: tuple[tuple[str, Scheme], ...] = ()
     norm_kind: NormKind = "rms"
-    stored: tuple[Stored, ...] = ()
+    tensor_layouts: tuple[TensorLayout, ...] = ()
     learned_positions: int = 0
     written: tuple[tuple[str, str], ...] = ()
     implementation: str = NATIVE

@@ -113,7 +113,7 @@ def spread_ms(seconds: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throughput:
     """Steps that followed each other without a break: seconds from the end of the one before them
     to their own end, and what they gave and moved meanwhile."""
 
@@ -142,10 +142,10 @@ class Pace:
         return self.num_tokens / self.num_steps
 
 
-def pace_of(began_s: float, steps: Sequence[StepSeen]) -> Pace:
+def throughput_of(began_s: float, steps: Sequence[StepSeen]) -> Throughput:
     """Of at least one step; `began_s` is when the device was done with the one before."""
     known = [step.bytes for step in steps if step.bytes is not None]
-    return Pace(
+    return Throughput(
         steps[-1].ended_s - began_s,
         len(steps),
         sum(step.num_tokens for step in steps),

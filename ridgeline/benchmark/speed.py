@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from ridgeline.benchmark.jobs import Job, Lengths, fit, mixed, poisson, uniform
 from ridgeline.benchmark.run import (
-    Pace,
     Run,
     Spread,
     StepSeen,
-    pace_of,
+    Throughput,
     run_jobs,
     spread_ms,
     steady_steps,
+    throughput_of,
 )
 from ridgeline.errors import ConfigError
 
@@ -122,19 +122,21 @@ class Bench:
         stretches = [steps for run in runs if (steps := _steady(run, batch))]
         gaps = [b.ended_s - a.ended_s for steps in stretches for a, b in pairwise(steps)]
         # The first step of a stretch only says when the second began.
-        paces = [pace_of(steps[0].ended_s, steps[1:]) for steps in stretches]
-        achieved = _median(pace.bytes_per_s for pace in paces)
+        throughputs = [throughput_of(steps[0].ended_s, steps[1:]) for steps in stretches]
+        achieved = _median(throughput.bytes_per_s for throughput in throughputs)
         return DecodeSpeed(
             batch,
             lengths.prompt,
             lengths.output,
             spread_ms(gaps),
-            _median(pace.tokens_per_step for pace in paces) or 0.0,
-            _median(pace.tokens_per_s for pace in paces) or 0.0,
-            _median(pace.bytes_per_step for pace in paces),
+            _median(throughput.tokens_per_step for throughput in throughputs) or 0.0,
+            _median(throughput.tokens_per_s for throughput in throughputs) or 0.0,
+            _median(throughput.bytes_per_step for throughput in throughputs),
             achieved,
             self._share(achieved),
-            _notes(lengths, paces, "" if paces else "too few steps with the whole batch"),
+            _notes(
+                lengths, throughputs, "" if throughputs else "too few steps with the whole batch"
+            ),
         )
 
     def prefill(self, prompt_len: int) -> PrefillSpeed:
@@ -150,8 +152,10 @@ class Bench:
         runs = self._repeat(lambda rng: uniform(rng, 1, lengths, self.llm.spec.vocab_size))
         prefill = median(run.jobs[0].ttft_s for run in runs)
         decode = median(run.jobs[0].e2e_s - run.jobs[0].ttft_s for run in runs)
-        paces = [pace for run in runs if (pace := _answer_pace(run)) is not None]
-        achieved = _median(pace.bytes_per_s for pace in paces)
+        throughputs = [
+            throughput for run in runs if (throughput := _answer_throughput(run)) is not None
+        ]
+        achieved = _median(throughput.bytes_per_s for throughput in throughputs)
         return SplitResult(
             lengths.prompt,
             lengths.output,
@@ -161,7 +165,7 @@ class Bench:
             (lengths.output - 1) / decode if decode else 0.0,  # the prompt's step gave the first
             achieved,
             self._share(achieved),
-            _notes(lengths, paces),
+            _notes(lengths, throughputs),
         )
 
     def mixed(self, count: int, low: int, high: int) -> LoadResult:
@@ -220,13 +224,13 @@ def _steady(run: Run, batch: int) -> Sequence[StepSeen]:
     return steps if len(steps) > LEAST_STEADY_STEPS else ()
 
 
-def _answer_pace(run: Run) -> Pace | None:
+def _answer_throughput(run: Run) -> Throughput | None:
     """Of the steps behind the one that gave the only request its first token; None without any."""
     giving = [index for index, step in enumerate(run.steps) if step.num_tokens]
     if len(giving) < 2:
         return None
     first, last = giving[0], giving[-1]
-    return pace_of(run.steps[first].ended_s, run.steps[first + 1 : last + 1])
+    return throughput_of(run.steps[first].ended_s, run.steps[first + 1 : last + 1])
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -236,6 +240,6 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known and len(known) == len(found) else None
 
 
-def _notes(lengths: Lengths, paces: Sequence[Pace], more: str = "") -> str:
-    drafts = VERIFYING_ALONE if any(pace.drafts for pace in paces) else ""
+def _notes(lengths: Lengths, throughputs: Sequence[Throughput], more: str = "") -> str:
+    drafts = VERIFYING_ALONE if any(throughput.drafts for throughput in throughputs) else ""
     return "; ".join(text for text in (lengths.note, more, drafts) if text)

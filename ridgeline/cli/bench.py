@@ -15,7 +15,7 @@ from ridgeline.asked import check_writable
 from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
 from ridgeline.cli.tables import Column, amount, answer, grid, places, table
-from ridgeline.cli.values import above_zero, numbers, positive, words
+from ridgeline.cli.values import above_zero, names, numbers, positive
 from ridgeline.errors import ConfigError
 from ridgeline.figures import fixed, percent, scaled
 
@@ -50,8 +50,8 @@ examples:
 
 def add_arguments(parser: Parser) -> None:
     flag = parser.flags("what to measure")
-    flag("--workload NAMES", "default: decode,prefill,split", words)
-    flag("--compare MODES", "uncached, cached, paged: one answer each", words)
+    flag("--workload NAMES", "default: decode,prefill,split", names)
+    flag("--compare MODES", "uncached, cached, paged: one answer each", names)
     flag("--continuous-vs-static", "answers of very different lengths")
     flag("--batch N,N", "for decode", numbers, default=(1, 8))
     flag("--prompt-len N", "prompt tokens", positive)
@@ -345,7 +345,7 @@ def shown(report: Report) -> Iterator[Table | str]:
             yield f"  note: {text}"
     for result in report.sections.get("cost", ()):
         if result.drafts is not None:
-            words = result.drafts.words(is_calibrated=result.is_calibrated)
+            words = result.drafts.lines(is_calibrated=result.is_calibrated)
             yield f"{result.what}, drafts: {'; '.join(words)}"
 
 

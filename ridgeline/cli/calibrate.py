@@ -13,7 +13,7 @@ from ridgeline.asked import check_threads, check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import Report, bars, note
 from ridgeline.cli.tables import Column, answer, grid, table
-from ridgeline.cli.values import positive, words
+from ridgeline.cli.values import names, positive
 from ridgeline.config import check_device
 from ridgeline.figures import percent, scaled, seconds
 
@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
         "--dtype NAMES",
         "float32, bfloat16, float16 (default: float32 and bfloat16 on a CPU, the fastest "
         "16-bit one on a GPU)",
-        words,
+        names,
         default=[],
         action="append",
     )

@@ -13,7 +13,7 @@ from ridgeline.cli.flags import engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm
 from ridgeline.cli.tables import Column, answer, plain, table, unbroken
-from ridgeline.cli.values import positive, whole, words
+from ridgeline.cli.values import names, positive, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
     flag(
         "--task NAME",
         "may be repeated, or names with commas; default: all",
-        words,
+        names,
         default=[],
         action="append",
     )

@@ -20,8 +20,7 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.parts import branches
-from ridgeline.architectures.scheme_config import is_quantized
-from ridgeline.architectures.scheme_config import words as scheme_words
+from ridgeline.architectures.scheme_config import is_quantized, scheme_text
 from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -38,7 +37,7 @@ from ridgeline.cli.tables import Column, answer, grid, places, plain, table
 from ridgeline.cli.values import positive
 from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.figures import percent
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -165,7 +164,7 @@ def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
     Quantized matrices are kept as they are stored."""
     size = DTYPE_BYTES[dtype]
     cache = batch * kv_bytes(spec, context, size)
-    weights = weight_bytes(spec, size, STORED if is_quantized(spec) else "plain")
+    weights = weight_bytes(spec, size, CHECKPOINT if is_quantized(spec) else "plain")
     return Need(dtype, weights, kv_bytes_per_token(spec, size), cache)
 
 
@@ -206,18 +205,18 @@ def facts(spec: ModelSpec) -> dict[str, str]:
     }
     if needs := missing(spec):
         described["not served"] = f"for planning alone; it needs {', '.join(needs)}"
-    if scheme := scheme_words(spec):
+    if scheme := scheme_text(spec):
         described["quantized matrices"] = scheme
-    described["order of a layer"] = "; ".join(dict.fromkeys(map(_order_words, spec.layers)))
+    described["order of a layer"] = "; ".join(dict.fromkeys(map(_order_text, spec.layers)))
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
         suffix = f" ({count} layers)" if len(layers) > 1 else ""
         number = f" {index + 1}" if len(layers) > 1 else ""
-        described[f"attention{number}"] = _attention_words(attention) + suffix
-        described[f"feed-forward{number}"] = _feed_forward_words(feed_forward) + suffix
+        described[f"attention{number}"] = _attention_text(attention) + suffix
+        described[f"feed-forward{number}"] = _feed_forward_text(feed_forward) + suffix
     return described
 
 
-def _order_words(layer: LayerSpec) -> str:
+def _order_text(layer: LayerSpec) -> str:
     """What the layer does, one after the other."""
     words: list[str] = []
     if layer.parallel_norms:
@@ -229,7 +228,7 @@ def _order_words(layer: LayerSpec) -> str:
     return ", ".join(words)
 
 
-def _attention_words(a: AttentionSpec) -> str:
+def _attention_text(a: AttentionSpec) -> str:
     extras = [
         "no rotation" if a.rope.kind == "none" else f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
         f"window of {a.window} tokens" if a.window else "all of the past",
@@ -246,7 +245,7 @@ def _attention_words(a: AttentionSpec) -> str:
     return f"{heads}; {', '.join(extras)}"
 
 
-def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
+def _feed_forward_text(ffn: DenseSpec | ExpertsSpec) -> str:
     if isinstance(ffn, ExpertsSpec):
         groups = f"of the best {ffn.num_active_groups} of {ffn.num_groups} groups, "
         return (

@@ -96,12 +96,12 @@ def make_setup(args: argparse.Namespace) -> Setup:
     from ridgeline.architectures.scheme_config import is_quantized
     from ridgeline.cost.captured import as_served
     from ridgeline.cost.setup import Layout, Precision, Setup
-    from ridgeline.formats import STORED
+    from ridgeline.formats import CHECKPOINT
 
     spec = read_model(args.model)
     device, calibration = open_device(args.device, args.calibration)
     own = own_format(spec, device)
-    weights = args.weights or (STORED if is_quantized(spec) else own)
+    weights = args.weights or (CHECKPOINT if is_quantized(spec) else own)
     precision = Precision.named(weights, args.kv, dtype=own)
     constants = as_served(calibration, spec, device, precision)
     return Setup(spec, device, Layout(args.tp, args.pp, args.ep), precision, constants)

@@ -110,7 +110,7 @@ def make_question(args: argparse.Namespace, model: Described) -> Question:
 
 
 def _rate(args: argparse.Namespace) -> float:
-    from ridgeline.cost.pace import request_seconds
+    from ridgeline.cost.throughput import request_seconds
     from ridgeline.planner.question import rate_of_users
 
     if (args.rate is None) == (args.users is None):
@@ -174,7 +174,7 @@ PLAN = """
 model=question.model rate_per_s=question.rate input=question.num_input output=question.num_output
 because=why_none sensitivity num_simulations=num_validations
 """
-REJECTED = "device=hardware.device.name hardware=hardware.words kind because"
+REJECTED = "device=hardware.device.name hardware=hardware.text kind because"
 DEPLOYMENT = """
 device=estimate.hardware.device.name num_devices replicas tp=estimate.hardware.layout.tp
 pp=estimate.hardware.layout.pp ep=estimate.hardware.layout.ep
@@ -241,12 +241,12 @@ def _per_million(found: Deployment, question: Question) -> float | None:
 
 
 def shown(plan: Plan) -> Iterator[Table | Text | str]:
-    from ridgeline.planner.plan import count_words, dollars, promise_words
+    from ridgeline.planner.plan import count_text, dollars, promise_text
 
     question = plan.question
     yield (
         f"{question.model}: {number(question.rate)} requests/s of {question.num_input} + "
-        f"{question.num_output} tokens; {promise_words(question)}"
+        f"{question.num_output} tokens; {promise_text(question)}"
     )
     if plan.winner is None:
         yield bold(plan.why_none)
@@ -255,7 +255,7 @@ def shown(plan: Plan) -> Iterator[Table | Text | str]:
     if plan.unserved is not None:
         unserved = plan.unserved
         yield (
-            f"{NOT_SERVED}: {count_words(unserved)}, {dollars(unserved)} "
+            f"{NOT_SERVED}: {count_text(unserved)}, {dollars(unserved)} "
             f"({unserved.estimate.hardware.why_not_served})"
         )
         if plan.winner is None:
@@ -281,18 +281,18 @@ def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
     if plan.sensitivity:
         yield "what would change the answer:"
         for change in plan.sensitivity:
-            yield f"  {change.words}"
+            yield f"  {change.text}"
     flags = promise_flags(plan.question)
     yield f"to keep the promise in overload too, by refusing what would break it, add: {flags}"
 
 
 def _figures(plan: Plan) -> Table:
-    from ridgeline.planner.plan import count_words, dollars
+    from ridgeline.planner.plan import count_text, dollars
 
     rows = [("answer", plan.winner), ("runner-up", plan.runner_up), (NOT_SERVED, plan.unserved)]
     columns = (
         Column("", lambda row: row[0]),
-        Column("what", lambda row: count_words(row[1])),
+        Column("what", lambda row: count_text(row[1])),
         Column("price", lambda row: dollars(row[1])),
         Column("load", lambda row: row[1].load, whole_percent),
         Column("promise kept", lambda row: row[1].validation.share, percent),

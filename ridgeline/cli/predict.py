@@ -24,10 +24,10 @@ from ridgeline.cost.money import (
     per_million_tokens,
     split_cost,
 )
-from ridgeline.cost.pace import Pace
 from ridgeline.cost.roofline import OpCost, StepCost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.steady import Part, Steady, context_limit, steady
+from ridgeline.cost.steady_state import Part, SteadyState, context_limit, steady_state
+from ridgeline.cost.throughput import Throughput
 from ridgeline.figures import ROUNDING_S, number, percent, seconds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Prediction:
     """All that is shown. `costs` None: there is no price."""
 
     model: str
-    found: Steady
+    found: SteadyState
     costs: Costs | None
 
     @property
@@ -116,7 +116,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     """Raises ConfigError for what cannot be asked, DoesNotFit with the ways out."""
     setup = make_setup(args)
     num_input, num_output = _lengths(args, context_limit(setup.spec))
-    found = steady(
+    found = steady_state(
         setup,
         batch=args.batch,
         num_input=num_input,
@@ -135,7 +135,7 @@ def _lengths(args: argparse.Namespace, limit: int) -> tuple[int, int]:
     return num_input, num_output
 
 
-def costs(found: Steady, device_hour: Band) -> Costs:
+def costs(found: SteadyState, device_hour: Band) -> Costs:
     """The price of this load, as if it went on all the time."""
     devices, rate = found.setup.layout.devices, found.tokens_per_s
 
@@ -174,10 +174,10 @@ def calibration_caveats(setup: Setup, origin: Origin) -> list[str]:
     return said
 
 
-def _caveats(found: Steady) -> list[str]:
+def _caveats(found: SteadyState) -> list[str]:
     setup, device = found.setup, found.setup.device
     said = calibration_caveats(setup, found.origin)
-    if not setup.precision.fast_on(*device.words):
+    if not setup.precision.fast_on(*device.traits):
         weights, kv = setup.precision.names
         served = "served slower than priced" if setup.precision.served_today else "not served"
         said.append(
@@ -193,14 +193,15 @@ def _caveats(found: Steady) -> list[str]:
 
 
 PREDICTION = """
-model device=found.setup.device.name batch=found.pace.load.batch input=found.pace.load.num_input
-output=found.pace.load.num_output max_num_batched_tokens=found.pace.load.max_num_batched_tokens
-decode_step_ms=found.pace.decode_s prompt_alone_ms=found.pace.prompt_alone_s bound=found.bound
-bound_decode=found.decode.bound bound_prefill=found.prefill.bound origin=found.origin
-calibrated=is_calibrated caveats max_batch=found.max_batch max_batch_limit=found.batch_limited_by
-kwh_per_million_output=kwh
+model device=found.setup.device.name batch=found.throughput.load.batch
+input=found.throughput.load.num_input output=found.throughput.load.num_output
+max_num_batched_tokens=found.throughput.load.max_num_batched_tokens
+decode_step_ms=found.throughput.decode_s prompt_alone_ms=found.throughput.prompt_alone_s
+bound=found.bound bound_decode=found.decode.bound bound_prefill=found.prefill.bound
+origin=found.origin calibrated=is_calibrated caveats max_batch=found.max_batch
+max_batch_limit=found.batch_limited_by kwh_per_million_output=kwh
 """
-PACE = "ttft_ms tpot_ms e2e_ms tokens_per_s tokens_per_s_per_user requests_per_s=request_rate"
+THROUGHPUT = "ttft_ms tpot_ms e2e_ms tokens_per_s tokens_per_s_per_user requests_per_s=request_rate"
 MEMORY = "kv_bytes_per_token block_bytes num_blocks"
 OPERATOR = """
 name=op.name kind=op.kind count=op.count dtype=op.dtype ideal_ms expected_ms bound origin
@@ -218,14 +219,14 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
     weights, kv = setup.precision.names
     return {
         **plain(prediction, PREDICTION),
-        **_pace_json(found.pace),
+        **_throughput_json(found.throughput),
         "layout": asdict(setup.layout) | {"devices": setup.layout.devices},
         "precision": {"dtype": setup.precision.dtype, "weights": weights, "kv": kv},
-        "served_today": setup.precision.fast_on(*setup.device.words) and not missing(setup.spec),
+        "served_today": setup.precision.fast_on(*setup.device.traits) and not missing(setup.spec),
         "ms_by_bound": {name: 1e3 * s for name, s in found.seconds_by_bound.items()},
         "calibration": calibration
         and plain(calibration, "device=device_name date held_out_error=held_out"),
-        "saturated": {"batch": found.saturated.load.batch, **_pace_json(found.saturated)},
+        "saturated": {"batch": found.saturated.load.batch, **_throughput_json(found.saturated)},
         "waterfall": {
             name: [{"what": part.what, "ms": 1e3 * part.seconds} for part in parts]
             for name, parts in (("ttft", found.ttft_parts), ("tpot", found.tpot_parts))
@@ -244,8 +245,10 @@ def by_time(ops: Sequence[OpCost]) -> list[OpCost]:
     return sorted((one for one in ops if one.expected_s), key=lambda one: -one.expected_s)
 
 
-def _pace_json(pace: Pace) -> dict[str, Any]:
-    return plain(pace, PACE) | ({} if pace.load.num_output > 1 else {"tpot_ms": None})
+def _throughput_json(throughput: Throughput) -> dict[str, Any]:
+    return plain(throughput, THROUGHPUT) | (
+        {} if throughput.load.num_output > 1 else {"tpot_ms": None}
+    )
 
 
 def _memory_json(plan: MemoryPlan) -> dict[str, Any]:
@@ -288,9 +291,9 @@ def shown(prediction: Prediction) -> Iterator[Table | Text | str]:
 
 def _speed(prediction: Prediction) -> Table:
     found = prediction.found
-    setup, load = found.setup, found.pace.load
+    setup, load = found.setup, found.throughput.load
     weights, kv = setup.precision.names
-    both = (found.pace, found.saturated)
+    both = (found.throughput, found.saturated)
     limit = "memory" if found.batch_limited_by == "memory" else "--max-num-batched-tokens"
     per_token = ("time per token (TPOT)", *(seconds(p.tpot_s) for p in both))
     rows = (
@@ -306,14 +309,14 @@ def _speed(prediction: Prediction) -> Table:
     )
     title = (
         f"{prediction.model} on {setup.device.label}:\n"
-        f"{setup.layout.words}, {weights} weights, {kv} cache; "
+        f"{setup.layout.text}, {weights} weights, {kv} cache; "
         f"{load.num_input} + {load.num_output} tokens"
     )
     full = f"{found.saturated.load.batch} in flight (full)"
     return grid(("", f"{load.batch} in flight", full), rows, title)
 
 
-def _bounds(found: Steady) -> str:
+def _bounds(found: SteadyState) -> str:
     by_bound = found.seconds_by_bound
     total = sum(by_bound.values())
     shares = sorted(by_bound.items(), key=lambda item: -item[1])
@@ -370,7 +373,7 @@ def _memory(plan: MemoryPlan) -> Table:
     return table(rows, columns, "what it takes")
 
 
-def _money(costs: Costs, found: Steady) -> Table:
+def _money(costs: Costs, found: SteadyState) -> Table:
     rows = (
         ("a device for an hour", costs.device_hour),
         ("a million answer tokens, prompts included", costs.output),

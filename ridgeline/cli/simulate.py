@@ -197,14 +197,14 @@ def _run_sweep(case: Case) -> int:
     from ridgeline.cli import plots, simulate_tables
 
     args = case.args
-    pace = case.closed_form()
-    found = case.sweep(pace)
+    throughput = case.closed_form()
+    found = case.sweep(throughput)
     if args.plot is not None:
         plots.save(args.plot, simulate_tables.title(case), simulate_tables.sweep_charts(found))
     answer(
         args,
-        lambda: simulate_tables.sweep_json(case, found, pace),
-        lambda: simulate_tables.sweep_shown(case, found, pace),
+        lambda: simulate_tables.sweep_json(case, found, throughput),
+        lambda: simulate_tables.sweep_shown(case, found, throughput),
     )
     return 0
 

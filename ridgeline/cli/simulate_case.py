@@ -14,11 +14,11 @@ from ridgeline.cost.captured import MAX_VERIFIED_TOKENS, mixed_tokens
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
-from ridgeline.cost.pace import Load, Pace, decode_shape, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Layout, Setup
-from ridgeline.cost.steady import slots, token_budget
+from ridgeline.cost.steady_state import slots, token_budget
+from ridgeline.cost.throughput import Load, Throughput, decode_shape, saturation
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number
 from ridgeline.formats import AUTO_DRAFT_TOKENS, POLICIES
@@ -72,11 +72,11 @@ class Case:
         paid = None if self.usd_per_hour is None else self.usd_per_hour.mid
         return Outcome(report.requests, report.summary(self.slo, paid))
 
-    def sweep(self, pace: Pace) -> Sweep:
-        """The same traffic at many rates, `pace` being an estimate of the highest. The requests of
-        a trace keep their order and arrive anew: its own busy hours would hide the capacity."""
+    def sweep(self, throughput: Throughput) -> Sweep:
+        """The same traffic at many rates, `throughput` being an estimate of the highest. The
+        requests of a trace keep their order and arrive anew: busy hours would hide the capacity."""
         args, replicas = self.args, self.setup.layout.replicas
-        estimate, batch = pace.request_rate * replicas, pace.load.batch * replicas
+        estimate, batch = throughput.request_rate * replicas, throughput.load.batch * replicas
 
         def at(rate: float) -> Outcome:
             count = args.requests or sweep_requests(batch, rate / estimate)
@@ -90,8 +90,8 @@ class Case:
 
         return sweep(at, estimate)
 
-    def closed_form(self) -> Pace:
-        """The pace at which one replica is full, for requests of the mean lengths."""
+    def closed_form(self) -> Throughput:
+        """The throughput at which one replica is full, for requests of the mean lengths."""
         options, (num_input, num_output) = self.options, self.mean_lengths
         full = Simulation(self.setup, self.workload, options, rng=Random(0))
         blocks = full.machine.num_blocks // len(full.machine.windows)
@@ -101,10 +101,10 @@ class Case:
         load, stages = Load(1, num_input, num_output, budget), self.setup.layout.pp
         return saturation(full.machine.pricer, load, batch, stages)
 
-    def least_requests(self, pace: Pace) -> int:
+    def least_requests(self, throughput: Throughput) -> int:
         """How many requests a run needs to tell the capacity: those that fill empty places wait for
         nobody, so where most of them do, the capacity reads too high."""
-        return SWEEP_BATCHES * pace.load.batch * self.setup.layout.replicas
+        return SWEEP_BATCHES * throughput.load.batch * self.setup.layout.replicas
 
     @property
     def mean_lengths(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ridgeline.cli.simulate_case import Case
-    from ridgeline.cost.pace import Pace
+    from ridgeline.cost.throughput import Throughput
     from ridgeline.simulator.simulation import SimulationReport
     from ridgeline.simulator.sweep import Outcome
 
@@ -54,7 +54,7 @@ def title(case: Case) -> str:
     setup = case.setup
     weights, kv = setup.precision.names
     return (
-        f"{case.args.model} on {setup.device.name}, {setup.layout.words}, "
+        f"{case.args.model} on {setup.device.name}, {setup.layout.text}, "
         f"{weights} weights, {kv} KV cache"
     )
 
@@ -116,17 +116,17 @@ def _latencies(summary: Summary, *, growing: bool) -> Table:
     rows = []
     for name, key in LATENCIES:
         spread: Spread = getattr(summary, f"{key}_s")
-        words = [time_words(getattr(spread, column)) for column in COLUMNS]
+        words = [time_text(getattr(spread, column)) for column in COLUMNS]
         rows.append((name, *([SATURATED] if growing and key in GROWING else words)))
     return grid(("latency", *COLUMNS), rows)
 
 
-def time_words(value_s: float | None) -> str:
+def time_text(value_s: float | None) -> str:
     """In the unit that reads well: "85.2 ms"."""
     return UNKNOWN if value_s is None else seconds(value_s)
 
 
-def share_words(share: float | None) -> str:
+def share_text(share: float | None) -> str:
     return UNKNOWN if share is None else percent(share)
 
 
@@ -138,23 +138,23 @@ def _facts(
     yield "finished", f"{s.num_finished} of {s.num_requests}", f"in {seconds(s.duration_s)}"
     yield "throughput", f"{number(s.requests_per_s)} requests/s", f"tokens/s: {tokens}"
     if s.goodput_per_s is not None:
-        kept = f"{share_words(s.slo_share)} kept {_promise(case)}"
+        kept = f"{share_text(s.slo_share)} kept {_promise(case)}"
         yield "goodput", f"{number(s.goodput_per_s)} requests/s", kept
     places = report.num_slots * report.num_replicas
     idle = f"{s.num_idle_slot_steps:,} places stayed empty in {s.num_steps:,} steps"
     yield "in the system", f"{number(s.mean_in_flight)} on average", f"{places} places to run"
-    yield "device busy", share_words(s.busy_share), "of the time"
-    yield "arithmetic", share_words(flop_share(case, outcome)), f"of the peak in {dtype}"
-    yield "places used", share_words(s.slot_share), idle
-    yield "KV cache", share_words(s.kv_mean_share), f"at most {share_words(s.kv_max_share)}"
-    yield "prefix hits", share_words(s.cached_share), "of the prompt tokens"
+    yield "device busy", share_text(s.busy_share), "of the time"
+    yield "arithmetic", share_text(flop_share(case, outcome)), f"of the peak in {dtype}"
+    yield "places used", share_text(s.slot_share), idle
+    yield "KV cache", share_text(s.kv_mean_share), f"at most {share_text(s.kv_max_share)}"
+    yield "prefix hits", share_text(s.cached_share), "of the prompt tokens"
     yield "preemptions", f"{s.num_preemptions:,}", ""
     yield ("cost", *_money(case, s))
 
 
 def _promise(case: Case) -> str:
     pairs = (("TTFT", case.slo.ttft_s), ("TPOT", case.slo.tpot_s))
-    return " and ".join(f"{name} {time_words(limit)}" for name, limit in pairs if limit)
+    return " and ".join(f"{name} {time_text(limit)}" for name, limit in pairs if limit)
 
 
 def _money(case: Case, summary: Summary) -> tuple[str, str]:
@@ -173,7 +173,7 @@ def _money(case: Case, summary: Summary) -> tuple[str, str]:
 
 
 def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
-    yield from pricing_words(case, outcome.summary.mean_in_flight)
+    yield from pricing_text(case, outcome.summary.mean_in_flight)
     if is_saturated(outcome.requests):
         yield (
             "saturated: more arrives than is done, and waits grow for as long as it goes on; "
@@ -186,7 +186,7 @@ def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
         yield "drafts take no time here; name the model that makes them with --draft"
 
 
-def pricing_words(case: Case, in_flight: float) -> Iterable[str]:
+def pricing_text(case: Case, in_flight: float) -> Iterable[str]:
     """Where the times of steps come from; what `predict` says of a calibration is said here too."""
     if case.setup.calibration is None:
         yield (
@@ -314,23 +314,23 @@ SWEEP = (
 GOODPUT = Column("goodput/s", "goodput_per_s", number)
 
 
-def sweep_shown(case: Case, found: Sweep, pace: Pace) -> Iterator[Table | Text | str]:
+def sweep_shown(case: Case, found: Sweep, throughput: Throughput) -> Iterator[Table | Text | str]:
     yield title(case)
     yield table(found.points, (*SWEEP, GOODPUT) if case.slo.is_given else SWEEP)
-    for line in sweep_words(case, found, pace):
+    for line in sweep_text(case, found, throughput):
         yield unbroken(f"  {line}")
 
 
-def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
-    closed = pace.request_rate * case.setup.layout.replicas
+def sweep_text(case: Case, found: Sweep, throughput: Throughput) -> Iterable[str]:
+    closed = throughput.request_rate * case.setup.layout.replicas
     if found.capacity is None:
         yield "no rate that was tried is too much; ask for more --requests"
     else:
         yield (
             f"saturated at {number(found.capacity)} requests/s "
-            f"(closed form: {number(closed)}, with {pace.load.batch} in flight on each replica)"
+            f"(closed form: {number(closed)}, {throughput.load.batch} in flight on each replica)"
         )
-    num_requests, least = found.last.summary.num_requests, case.least_requests(pace)
+    num_requests, least = found.last.summary.num_requests, case.least_requests(throughput)
     if num_requests < least:
         places = least // SWEEP_BATCHES
         more = "a trace with" if case.args.trace else "--requests"
@@ -341,7 +341,7 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
         )
     best = found.best_goodput
     if best is not None and best.goodput_per_s:
-        kept = share_words(best.summary.slo_share)
+        kept = share_text(best.summary.slo_share)
         yield (
             f"best goodput: {number(best.goodput_per_s)} requests/s at an offered "
             f"{number(best.rate)}; {kept} kept {_promise(case)}"
@@ -349,19 +349,19 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
     elif best is not None:
         yield f"no request kept {_promise(case)} at any rate"
     yield "TTFT and TPOT: medians and 99th percentiles; inside: requests waiting or running"
-    yield from pricing_words(case, pace.load.batch * case.setup.layout.replicas)
+    yield from pricing_text(case, throughput.load.batch * case.setup.layout.replicas)
 
 
-def sweep_json(case: Case, found: Sweep, pace: Pace) -> dict[str, Any]:
+def sweep_json(case: Case, found: Sweep, throughput: Throughput) -> dict[str, Any]:
     """`capacity_per_s` null: every rate was kept up with; not `enough_requests`: it reads too
     high, as the run that told it had fewer than `least_requests`."""
-    replicas, least = case.setup.layout.replicas, case.least_requests(pace)
+    replicas, least = case.setup.layout.replicas, case.least_requests(throughput)
     return {
-        **_about(case, pace.load.batch * replicas),
+        **_about(case, throughput.load.batch * replicas),
         "capacity_per_s": found.capacity,
         "enough_requests": found.last.summary.num_requests >= least,
         "least_requests": least,
-        "closed_form_per_s": pace.request_rate * replicas,
+        "closed_form_per_s": throughput.request_rate * replicas,
         "points": [
             plain(point, POINT) | summary_json(point.summary, growing=point.is_saturated)
             for point in found.points

@@ -71,7 +71,7 @@ above_zero = number(0, is_open=True)
 share = number(0, 1, is_open=True)
 
 
-def words(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 

@@ -13,7 +13,7 @@ import torch
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.parts import layer_tensors, shared_tensors
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import Cut, stored_layer
+from ridgeline.architectures.tensor_layouts import Cut, checkpoint_layer
 from ridgeline.compression.rounding import Rounded
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.cut_source import cut_out, join
@@ -107,7 +107,7 @@ def read_layer(
     """One layer of a written shard, by the names of its parameters: what is in `grids` is
     quantized, the rest is as it is."""
     found = Rounded({}, {})
-    for stored, own in stored_layer(spec, index).items():
+    for stored, own in checkpoint_layer(spec, index).items():
         for name, cut in own:
             if name in grids:
                 matrix = read_tensors(tensors, stored, grids[name])
@@ -129,7 +129,7 @@ def written_layer(
     """A layer in the tensors of the checkpoint that it is made from; a quantized one has the rows
     of its product, even if they were columns."""
     found: dict[str, torch.Tensor] = {}
-    for stored, own in stored_layer(spec, index).items():
+    for stored, own in checkpoint_layer(spec, index).items():
         if own[0][0] in rounded.matrices:
             found |= tensors_of(
                 _joined([(rounded.matrices[name], cut) for name, cut in own]), stored
@@ -183,7 +183,7 @@ def write_plain(folder: Path, out: Path) -> None:
             found = {name: source.tensor(name) for name in shared_tensors(spec)}
         else:
             packed = {name: part.is_packed for name, part in layer_tensors(spec, index).items()}
-            for stored, ((name, cut), *_) in stored_layer(spec, index).items():
+            for stored, ((name, cut), *_) in checkpoint_layer(spec, index).items():
                 values = _matrix(source, stored, grids) if packed[name] else source.tensor(stored)
                 is_turned = packed[name] and cut is not None and cut.transposed
                 found[stored] = values.T.contiguous() if is_turned else values

@@ -25,10 +25,13 @@ from ridgeline.architectures.parts import (
     optional_tensors,
     shared_tensors,
 )
-from ridgeline.architectures.scheme_config import matrix_schemes
-from ridgeline.architectures.scheme_config import words as scheme_words
+from ridgeline.architectures.scheme_config import matrix_schemes, scheme_text
 from ridgeline.architectures.spec import ModelSpec, check_served
-from ridgeline.architectures.stored import stored_layer, stored_pattern, stored_tensors
+from ridgeline.architectures.tensor_layouts import (
+    checkpoint_layer,
+    checkpoint_pattern,
+    checkpoint_shapes,
+)
 from ridgeline.compression.checkpoints import FileTensors, read_layer, written_layer
 from ridgeline.compression.layer import Layer, States, embed
 from ridgeline.compression.quality import Head, Quality, compare
@@ -122,14 +125,14 @@ def stored_dtype(model: Path) -> torch.dtype:
     check_plain(model, spec)
     source = FileTensors(model, spec.written)
     source.check_floats()
-    return source.tensor(stored_pattern(spec, "o").format(layer=0)).dtype
+    return source.tensor(checkpoint_pattern(spec, "o").format(layer=0)).dtype
 
 
 def check_plain(model: Path, spec: ModelSpec) -> None:
     """ConfigError for a checkpoint that somebody has quantized already."""
     if matrix_schemes(spec):
         raise ConfigError(
-            f"{model}: config.json has a quantization_config ({scheme_words(spec)}); quantize the"
+            f"{model}: config.json has a quantization_config ({scheme_text(spec)}); quantize the"
             " checkpoint of 16 or 32 bits that it was made from"
         )
 
@@ -141,7 +144,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     spec = read_spec(config)
     check_served(spec)
     check_plain(job.model, spec)
-    if any(one.experts for one in spec.stored):
+    if any(one.experts for one in spec.tensor_layouts):
         raise ConfigError(
             f"{job.model}: one tensor holds all experts of a layer, which is not written in fewer"
             " bits; serve it with weight_format int4 instead, which rounds as it loads"
@@ -150,7 +153,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
         FileTensors(job.model, spec.written),
         open_checkpoint(job.model, written=spec.written),
     )
-    expected, optional = stored_tensors(spec), optional_tensors(spec)
+    expected, optional = checkpoint_shapes(spec), optional_tensors(spec)
     left_out = (name for name in checkpoint.names() if name.startswith(spec.left_out))
     optional |= {name: checkpoint.shape(name) for name in left_out}
     check_tensors(checkpoint, expected, job.model, optional=optional)
@@ -318,7 +321,7 @@ class _Run:
         started = time.perf_counter()
         job, device = self.job, self.job.device
         path = job.out / shard_name(index, self.count)
-        names = list(stored_layer(self.spec, index))
+        names = list(checkpoint_layer(self.spec, index))
         layer = Layer(self.source, self.spec, index, max_tokens=self.max_tokens, device=device)
         if job.alone:
             self.alone.append(self._branch())
@@ -407,9 +410,11 @@ def _targets(job: Job, spec: ModelSpec) -> dict[str, Grid]:
     """Which modules have which grid: all linear ones the same, or layers named one by one."""
     if job.bits is None:
         return {"Linear": job.method.grid}
-    stem = stored_pattern(spec, "o").partition("{layer}")[0]
+    stem = checkpoint_pattern(spec, "o").partition("{layer}")[0]
     every = range(spec.num_layers)
-    tensors = {stored: own[0][0] for i in every for stored, own in stored_layer(spec, i).items()}
+    tensors = {
+        stored: own[0][0] for i in every for stored, own in checkpoint_layer(spec, i).items()
+    }
     packed = [stored for stored, first in tensors.items() if first in columns(spec)]
     modules = sorted({n.removesuffix(".weight").rpartition(".")[2] for n in packed})
     ending = f"[.]({'|'.join(modules)})$"  # norms and routers are no targets

@@ -5,8 +5,8 @@
   totals, ops              a step as sums, and as operators with operations, bytes and messages
   communication, roofline  operators in seconds, and what binds them
   pricer, decode_run       the same fast: one step, and many decode steps in closed form
-  memory, memory_items     the memory contract                  ways_to_fit what to change
-  pace, steady, laws       a server under load                  speculation drafts
+  memory, memory_items     the memory contract                  fit_suggestions what to change
+  throughput, steady_state a server under load                  speculation drafts
   money                    dollars and watt-hours
 
 Pure Python: no tensor library, no clock, no randomness.

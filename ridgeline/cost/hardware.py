@@ -108,7 +108,7 @@ class Device:
         return dict(self.sources) == ASSUMED_SOURCES
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def traits(self) -> tuple[str, ...]:
         """By which a line of `formats` may mean this device: its kind, and its generation where
         kernels are made for one."""
         is_hopper = self.name.startswith(HOPPER)

@@ -14,16 +14,16 @@ from math import ceil
 from ridgeline.architectures.counts import kv_bytes_per_token, layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.cost.fit_suggestions import Change, Limits
+from ridgeline.cost.fit_suggestions import fit_suggestions as find_ways
 from ridgeline.cost.memory_items import (
     WEIGHTS,
     MemoryItem,
-    size_words,
+    size_text,
     stage_layers,
     weight_items,
 )
 from ridgeline.cost.setup import LOGIT_BYTES, Setup
-from ridgeline.cost.ways_to_fit import Change, Limits
-from ridgeline.cost.ways_to_fit import ways_to_fit as find_ways
 from ridgeline.cost.working_space import working_items
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.scheduler.block_manager import blocks_needed
@@ -33,11 +33,11 @@ __all__ = [
     "Limits",
     "MemoryItem",
     "MemoryPlan",
+    "fit_suggestions",
     "graph_items",
     "memory_plan",
     "plan_or_none",
-    "size_words",
-    "ways_to_fit",
+    "size_text",
     "weight_items",
     "working_items",
 ]
@@ -270,7 +270,7 @@ def stage_kv_bytes_per_token(setup: Setup) -> int:
     )
 
 
-def ways_to_fit(setup: Setup, limits: Limits, count: int = 3) -> tuple[Change, ...]:
+def fit_suggestions(setup: Setup, limits: Limits, count: int = 3) -> tuple[Change, ...]:
     """The cheapest changes that fit, cheapest first."""
     return find_ways(setup, limits, lambda *changed: plan_or_none(*changed) is not None, count)
 
@@ -293,10 +293,10 @@ def _shortage(setup: Setup, limits: Limits) -> DoesNotFit:
     needed = sum(item.bytes for item in items)
     capacity = int(setup.device.memory_bytes * limits.utilization)
     largest = max(items, key=lambda item: item.bytes)
-    ways = ways_to_fit(setup, limits)
+    ways = fit_suggestions(setup, limits)
     return DoesNotFit(
-        f"does not fit: {size_words(needed)} needed on each device, {size_words(capacity)} may be "
-        f"taken of {setup.device.label}; the largest item is {largest.what} with {largest.words}",
+        f"does not fit: {size_text(needed)} needed on each device, {size_text(capacity)} may be "
+        f"taken of {setup.device.label}; the largest item is {largest.what} with {largest.text}",
         tuple((item.what, item.bytes) for item in items),
         tuple(way.text for way in ways),
     )

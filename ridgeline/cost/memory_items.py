@@ -9,7 +9,7 @@ from ridgeline.architectures.counts import layer_scale_bytes, vocabulary_bytes
 from ridgeline.architectures.parts import Part, parts
 from ridgeline.architectures.spec import LayerSpec, ModelSpec
 from ridgeline.cost.setup import Layout, Precision
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 
 LAYER_ITEMS = ("attention", "feed-forward", "experts", "norms")
 WEIGHTS = ("embedding", *LAYER_ITEMS, "LM head", "scales")
@@ -24,11 +24,11 @@ class MemoryItem:
     note: str = ""
 
     @property
-    def words(self) -> str:
-        return size_words(self.bytes)
+    def text(self) -> str:
+        return size_text(self.bytes)
 
 
-def size_words(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """In decimal and in binary units, which differ by 7 %: "16.06 GB (14.96 GiB)"."""
     return f"{num_bytes / 1e9:.2f} GB ({num_bytes / 2**30:.2f} GiB)"
 
@@ -95,7 +95,7 @@ def _held_bits(layer: LayerSpec, part: Part, tp: int, precision: Precision) -> i
     bits = 32 if part.is_float32 else None
     if part.is_packed:
         bits, scheme = precision.weight_line.bits, layer.scheme_of(part.role)
-        if precision.weights == STORED:
+        if precision.weights == CHECKPOINT:
             bits = None if scheme is None else scheme.kept_bits
     numbers = part.num_numbers // tp if part.is_experts else prod(part.share(tp))
     return numbers * (8 * precision.dtype_bytes if bits is None else bits)

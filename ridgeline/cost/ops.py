@@ -49,7 +49,7 @@ from ridgeline.cost.step_features import (
     distinct_layers,
     step_features,
 )
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.step import StepShape
 
 KINDS = (
@@ -300,7 +300,7 @@ class _Builder:
         """In what precision the weights of this product are, and the bits of one and its part of
         the scales. Where they are kept as a checkpoint stores them that is the layer's matter."""
         precision, layer = self.precision, self.layer
-        if precision.weights != STORED or layer is None or name == ROUTER:
+        if precision.weights != CHECKPOINT or layer is None or name == ROUTER:
             return precision, precision.weight_bits
         matrices = self._matrices(layer)[name]
         bits = kept_bits(matrices, layer, precision.dtype_bytes)

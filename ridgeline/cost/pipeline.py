@@ -3,8 +3,8 @@
 A step of p stages is cut into m micro-batches that follow each other. Stage s begins with
 micro-batch j when stage s - 1 has sent it and when it has done micro-batch j - 1 itself. With equal
 stages of time t the step takes (m + p - 1) t, and a stage is idle for (p - 1) / (m + p - 1) of it,
-as `pace.pipeline_bubble` has it; real stages differ, as the first looks up embeddings and the last
-multiplies by the output matrix. Times are of the devices; the host is not in them.
+as `throughput.pipeline_bubble` has it; real stages differ, as the first looks up embeddings and the
+last multiplies by the output matrix. Times are of the devices; the host is not in them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Layout:
         return self.devices * self.replicas
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """As the command line says it: "tp 4, pp 2", or "1 device"."""
         parts = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "ep", "replicas")]
         return ", ".join(part for part in parts if not part.endswith(" 1")) or "1 device"
@@ -154,13 +154,13 @@ class Precision:
         """This version can serve it; otherwise it can only be priced and planned for."""
         return bool(self.weight_line.where and self.kv_line.where)
 
-    def fast_on(self, *words: str) -> bool:
-        """This version serves it on devices of these `Device.words` by kernels that read the packed
-        numbers, as prices take for granted."""
+    def fast_on(self, *traits: str) -> bool:
+        """This version serves it on devices of these `Device.traits` by kernels that read the
+        packed numbers, as prices take for granted."""
         if self.dtype == "float32":  # kernels made for a generation multiply 16 bits
-            words = tuple(word for word in words if word != "hopper")
+            traits = tuple(one for one in traits if one != "hopper")
         lines = (self.weight_line, self.kv_line)
-        return self.served_today and all({*words, "all"} & set(line.fast_on) for line in lines)
+        return self.served_today and all({*traits, "all"} & set(line.fast_on) for line in lines)
 
     @property
     def names(self) -> tuple[str, str]:

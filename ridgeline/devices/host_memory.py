@@ -43,7 +43,7 @@ class Bound:
     limit: int
     free: int
 
-    def words(self) -> str:
+    def text(self) -> str:
         used = max(0, self.limit - self.free)
         return f"{self.name} {self.limit / 2**20:.0f} MiB, {used / 2**20:.0f} MiB of it in use"
 
@@ -64,7 +64,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(
         min(bound.limit for bound in bounds),
         max(0, tightest.free),
-        "" if tightest is machine else tightest.words(),
+        "" if tightest is machine else tightest.text(),
     )
 
 

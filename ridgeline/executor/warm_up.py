@@ -79,7 +79,7 @@ class WarmUp:
                 seconds=f"{self._seconds:.2f}")  # fmt: skip
         return True
 
-    def words(self) -> str:
+    def text(self) -> str:
         return f"{self._num_all - self._num_left} of {self._num_all} foreseeable steps"
 
 

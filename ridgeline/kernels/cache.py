@@ -169,7 +169,7 @@ class KernelCounts:
         name = getattr(src, "name", "?")
         say(logger, logging.INFO, "compiled a kernel", name=name, seconds=f"{seconds:.2f}")
 
-    def words(self) -> str:
+    def text(self) -> str:
         if not self.num_compiled and not self.num_found:
             return ""
         return (

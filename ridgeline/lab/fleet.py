@@ -10,9 +10,9 @@ from typing import Literal
 
 from ridgeline import registry
 from ridgeline.cost.captured import mixed_tokens
-from ridgeline.cost.pace import Load, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Layout, Setup
+from ridgeline.cost.throughput import Load, saturation
 from ridgeline.lab.machine import pricer_of
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.simulator.executor import Speculation

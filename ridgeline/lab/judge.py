@@ -35,7 +35,7 @@ class Sheet(msgspec.Struct, frozen=True):
     rate: float
     num_input: int
     num_output: int
-    words: str
+    text: str
     answer_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import MXFP4_BLOCK, Cut, cuts
+from ridgeline.architectures.tensor_layouts import MXFP4_BLOCK, Cut, cuts
 from ridgeline.errors import check
 from ridgeline.layers.piece import Piece, TensorSource, fill
 

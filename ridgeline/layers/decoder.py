@@ -16,7 +16,7 @@ from ridgeline.architectures import optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec, NormKind
-from ridgeline.architectures.stored import stored_tensors
+from ridgeline.architectures.tensor_layouts import checkpoint_shapes
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
@@ -332,7 +332,7 @@ class Decoder:
 
     def randomize(self, seed: int) -> None:
         """Fill with random numbers, the same for the same seed, device and dtype."""
-        shapes = stored_tensors(self.spec)
+        shapes = checkpoint_shapes(self.spec)
         self.load(RandomSource(shapes, seed, self.dtype, self.device))
 
     def num_parameters(self) -> int:

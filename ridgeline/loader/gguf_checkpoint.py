@@ -14,7 +14,7 @@ import torch
 from ridgeline.architectures.quantization_scheme import WEIGHT
 from ridgeline.architectures.scheme_methods import GGUF_BLOCKS
 from ridgeline.errors import check
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.layers.piece import Piece
 from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
 from ridgeline.loader.gguf_layout import BY_NAME
@@ -63,7 +63,7 @@ class GGUFCheckpoint(Checkpoint):
     def became(self, dtype: str, weight_format: str) -> str:
         """What is in the file and what it is served as, in words."""
         stored = ", ".join(f"{count} {kind}" for kind, count in self.stored_types().items())
-        if weight_format == STORED:
+        if weight_format == CHECKPOINT:
             return f"{stored}: some kept packed, all else became {dtype}"
         rounded = "" if weight_format == "plain" else f", matrices rounded to {weight_format}"
         return f"{stored} became {dtype}{rounded}"

@@ -146,7 +146,7 @@ class _Advisor:
             changed = replace(precision, **values)
             because = "fewer bytes for each step to read"
             gain = self._gain(replace(self.setup, precision=changed))
-            served = changed.fast_on(*self.setup.device.words)
+            served = changed.fast_on(*self.setup.device.traits)
             yield Change(name, gain, how, because, served)
 
     def _multiplies_fp8(self) -> bool:

@@ -30,7 +30,7 @@ class RecentStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All times in seconds. `time_breakdowns` are those that ended, `live` those that have not,
+    """All times in seconds. `time_breakdowns` are those that ended, `active` those that have not,
     up to `now`. `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it
     is known (a log has the prompts)."""
 
@@ -38,7 +38,7 @@ class Evidence:
     now: float
     totals: Totals
     time_breakdowns: tuple[TimeBreakdown, ...]
-    live: tuple[TimeBreakdown, ...]
+    active: tuple[TimeBreakdown, ...]
     recent: tuple[RecentStep, ...]
     num_finished: int
     prompt_reuse: float | None = None
@@ -73,18 +73,18 @@ class RunRecord(Run):
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
         """As it is now; nothing in it changes any more. With a `tenant` (hex) the requests are its
         own, and what all share is left out: it would tell what others do."""
-        finished, live = self.requests.of(tenant, now, self.running, self.last_ended)
+        finished, active = self.requests.of(tenant, now, self.running, self.last_ended)
         if tenant is not None:
             return Evidence(
-                header=self.header, now=now, totals=Totals(), time_breakdowns=finished, live=live,
-                recent=(), num_finished=0,
+                header=self.header, now=now, totals=Totals(), time_breakdowns=finished,
+                active=active, recent=(), num_finished=0,
             )  # fmt: skip
         return Evidence(
             header=self.header,
             now=now,
             totals=deepcopy(self.totals),
             time_breakdowns=finished,
-            live=live,
+            active=active,
             recent=tuple(
                 RecentStep(step.plan.shape, step.num_logits, step.seconds, step.host_s)
                 for step in self.recent

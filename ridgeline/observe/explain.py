@@ -35,7 +35,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """`parts` sum to `latency_s`. `ttft_s` None: no token came. `end` is empty for a live one."""
+    """`parts` sum to `latency_s`. `ttft_s` None: no token came. `end` is empty until it ends."""
 
     request_id: str
     end: str
@@ -141,7 +141,7 @@ def _own_report(evidence: Evidence, pricer: Pricer) -> OwnReport:
     chunk = evidence.header.max_num_batched_tokens
     requests = tuple(
         _request(breakdown, pricer, chunk)
-        for breakdown in (*evidence.time_breakdowns, *evidence.live)
+        for breakdown in (*evidence.time_breakdowns, *evidence.active)
     )
     whole = Parts()
     for request in requests:

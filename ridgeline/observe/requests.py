@@ -79,10 +79,10 @@ class TimeBreakdown:
 
 
 class RequestTimes:
-    """The time breakdowns of all live requests and of the latest that ended."""
+    """The time breakdowns of all active requests and of the latest that ended."""
 
     def __init__(self, max_finished: int | None = MAX_FINISHED) -> None:
-        self.live: dict[str, TimeBreakdown] = {}
+        self.active: dict[str, TimeBreakdown] = {}
         self.finished: deque[TimeBreakdown] = deque(maxlen=max_finished)
         self.num_finished = 0
         # Apart, so that nobody can count from what is missing how much the others asked.
@@ -92,7 +92,7 @@ class RequestTimes:
     def add(self, request: Request, now: float) -> None:
         arrival = min(request.arrival_time, now)
         num_prompt = len(request.prompt_token_ids)
-        self.live[request.request_id] = TimeBreakdown(
+        self.active[request.request_id] = TimeBreakdown(
             request.request_id, arrival, num_prompt, Parts(), arrival, tenant=request.tenant.hex()
         )
 
@@ -103,7 +103,7 @@ class RequestTimes:
         if self._steady is not None and self._steady.gives(plan, outputs):
             return ()
         for output in outputs:
-            breakdown = self.live.get(output.request_id)
+            breakdown = self.active.get(output.request_id)
             if breakdown is None:
                 continue
             breakdown.num_output_tokens += len(output.new_token_ids)
@@ -121,7 +121,7 @@ class RequestTimes:
     ) -> None:
         """`running` is the step that the device is at, the one before was over at `last_ended`."""
         self.settle_steady()
-        breakdown = self.live.pop(request_id, None)
+        breakdown = self.active.pop(request_id, None)
         if breakdown is None:
             return
         _settle([breakdown], now, running, last_ended)
@@ -142,13 +142,13 @@ class RequestTimes:
         of this tenant, or of all. Steps wait for it: it takes as long for many as for a few."""
         self.settle_steady()
         finished = self.finished if tenant is None else self._ended.get(tenant, ())
-        found = (a for a in self.live.values() if tenant is None or a.tenant == tenant)
-        live = tuple(
+        found = (a for a in self.active.values() if tenant is None or a.tenant == tenant)
+        active = tuple(
             replace(breakdown, parts=replace(breakdown.parts))
             for breakdown in islice(found, self.finished.maxlen)
         )
-        _settle(live, now, running, last_ended)
-        return tuple(finished), live
+        _settle(active, now, running, last_ended)
+        return tuple(finished), active
 
     def on_priced(self, step: PricedStep) -> None:
         steady = self._steady
@@ -157,7 +157,7 @@ class RequestTimes:
         self.settle_steady()
         self._put_step(step)
         if not step.prompts:
-            self._steady = _Steady.of(step, self.live)
+            self._steady = _Steady.of(step, self.active)
 
     def settle_steady(self) -> None:
         """Write down what a run of equal steps has added up."""
@@ -166,9 +166,9 @@ class RequestTimes:
             self._steady = None
 
     def _put_step(self, step: PricedStep) -> None:
-        live = self.live
+        active = self.active
         for row in step.plan.preempted:
-            breakdown = live.get(_request_of(row))
+            breakdown = active.get(_request_of(row))
             if breakdown is not None and not breakdown.is_preempted:
                 _catch_up(breakdown, step.began, step.previous_ended)
                 breakdown.is_preempted = True
@@ -178,7 +178,7 @@ class RequestTimes:
         began, ended, last = step.began, step.ended, step.previous_ended
         for entry in step.plan.scheduled:
             name = entry.request_id
-            breakdown = live.get(name) or live.get(_request_of(name))
+            breakdown = active.get(name) or active.get(_request_of(name))
             if breakdown is None or breakdown.until >= ended:
                 continue  # it is over, or another beam of it was in the same step
             if began > breakdown.until:
@@ -260,11 +260,11 @@ class _Steady:
     last: StepPlan | None = None
 
     @classmethod
-    def of(cls, step: PricedStep, live: Mapping[str, TimeBreakdown]) -> _Steady | None:
+    def of(cls, step: PricedStep, active: Mapping[str, TimeBreakdown]) -> _Steady | None:
         """Ready for more steps like this one; None if one of its rows is in any way special."""
         time_breakdowns = []
         for entry in step.plan.scheduled:
-            breakdown = live.get(entry.request_id)
+            breakdown = active.get(entry.request_id)
             if breakdown is None or breakdown.until != step.ended:
                 return None
             end = entry.start + entry.num_tokens - entry.num_draft

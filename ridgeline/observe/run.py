@@ -159,7 +159,7 @@ class Run(Listener):
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         if fault is not None:
             return
-        if not self.requests.live:
+        if not self.requests.active:
             self._busy_since = now
             if (cpu_s := self._read_cpu_s()) is not None:
                 self._cpu_since = now, cpu_s
@@ -204,7 +204,7 @@ class Run(Listener):
 
     def _end(self, request_id: str, reason: str, now: float) -> None:
         self.requests.end(request_id, reason, now, self.running, self.last_ended)
-        if not self.requests.live and self._cpu_since is not None:
+        if not self.requests.active and self._cpu_since is not None:
             self._cpu, self._cpu_since = self._cpu_with(now) or self._cpu, None
 
     def _count_step(self, plan: StepPlan, error: str | None, now: float) -> None:

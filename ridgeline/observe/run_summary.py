@@ -72,7 +72,7 @@ class RunSummary(Achieved):
             f"{num} {REGIME_WORDS.get(name, name)}" for name, num in self.num_by_regime.items()
         )
         yield "steps", f"{self.num_steps} ({kinds})" if kinds else str(self.num_steps)
-        yield "time", f"{seconds(self.measured_s)} in steps, {self.ratio_words()}"
+        yield "time", f"{seconds(self.measured_s)} in steps, {self.ratio_text()}"
         host = f"{percent(self.host_share)} of the time"
         if self.note:
             yield "note", self.note
@@ -84,12 +84,12 @@ class RunSummary(Achieved):
         yield "memory", moved
         yield "compute", flops
         if self.drafts is not None:
-            for words in self.drafts.words(is_calibrated=self.is_calibrated):
+            for words in self.drafts.lines(is_calibrated=self.is_calibrated):
                 yield "drafts", words
         work = f"{scaled(self.flops, 'FLOP')}, {scaled(self.bytes, 'B')} moved"
         yield "cost", f"{seconds(self.measured_s)} of the device, {work}"
 
-    def ratio_words(self) -> str:
+    def ratio_text(self) -> str:
         """Measured over expected time, where that means something."""
         if not self.is_calibrated:
             return NOT_CALIBRATED

@@ -8,11 +8,11 @@ from math import ceil, inf, sqrt
 
 from ridgeline import figures
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import MemoryPlan, memory_plan, plan_or_none
-from ridgeline.cost.pace import Load, Pace, pace
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.ways_to_fit import Limits
+from ridgeline.cost.throughput import Load, Throughput, throughput
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.planner.question import GRID, MAX_LOAD, Candidate, Grid, Hardware, Question
 from ridgeline.scheduler.block_manager import blocks_needed
@@ -60,22 +60,22 @@ class Priced:
         self.num_steps = question.num_output  # in which an answer is made
         if self.drafts is not None:
             self.num_steps = 1 + ceil((question.num_output - 1) / self.drafts.tokens_per_step)
-        self._paces: dict[tuple[int, int], Pace] = {}
+        self._throughputs: dict[tuple[int, int], Throughput] = {}
 
-    def pace(self, batch: int, token_budget: int) -> Pace:
+    def throughput(self, batch: int, token_budget: int) -> Throughput:
         """With so many requests in flight. With drafts, its TPOT is the time of a step."""
         key = (batch, token_budget)
-        if key not in self._paces:
+        if key not in self._throughputs:
             pricer: StepPricer = self.target if self.drafts is None else self.drafts
             load = Load(batch, self.num_input, self.num_steps, token_budget)
-            self._paces[key] = pace(pricer, load, self.hardware.layout.pp)
-        return self._paces[key]
+            self._throughputs[key] = throughput(pricer, load, self.hardware.layout.pp)
+        return self._throughputs[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Rates in requests a second of one replica: `saturation` is all it can do, `kept` what it can
-    do within the promise, `planned` the most that a plan gives it. `pace` is at `kept`."""
+    do within the promise, `planned` the most that a plan gives it. `throughput` is at `kept`."""
 
     candidate: Candidate
     priced: Priced = field(compare=False, repr=False)
@@ -84,7 +84,7 @@ class Estimate:
     batch_limit: int
     saturation: float
     kept: float
-    pace: Pace
+    throughput: Throughput
 
     @property
     def hardware(self) -> Hardware:
@@ -107,7 +107,7 @@ class Estimate:
 
     def is_crowded(self, rate: float) -> bool:
         """Chance alone would fill all places now and then (three standard deviations)."""
-        usual = rate / self.replicas(rate) * self.pace.e2e_s  # in flight, by Little's law
+        usual = rate / self.replicas(rate) * self.throughput.e2e_s  # in flight, by Little's law
         return self.batch_limit < usual + 3 * sqrt(usual)
 
     def cost(self, num_replicas: int) -> float:
@@ -136,7 +136,7 @@ class Bench:
         except DoesNotFit as fault:
             said = _first_sentence(str(fault)).removeprefix("does not fit: ")
             return Rejection(self.hardware, DOES_NOT_FIT, said)
-        alone = self.pace(1, max(least_budget, 2048))
+        alone = self.throughput(1, max(least_budget, 2048))
         if self._tpot(alone) > question.tpot_s:
             return self._infeasible("a token", "a single request", self._tpot(alone))
         if alone.prompt_alone_s > question.ttft_s:
@@ -179,23 +179,23 @@ class Bench:
             kept,
         )
 
-    def pace(self, batch: int, token_budget: int) -> Pace:
-        return self.priced.pace(batch, token_budget)
+    def throughput(self, batch: int, token_budget: int) -> Throughput:
+        return self.priced.throughput(batch, token_budget)
 
-    def _fastest(self, limit: int, token_budget: int) -> Pace:
+    def _fastest(self, limit: int, token_budget: int) -> Throughput:
         """Of up to `limit` requests in flight. More are not always faster: chunks of prompts slow
         down the decodes beside them."""
         batches = [limit, *(b for b in _powers_of_two(limit) if 8 * b >= limit)]
-        paces = (self.pace(batch, token_budget) for batch in batches)
-        return max(paces, key=lambda found: found.request_rate)
+        throughputs = (self.throughput(batch, token_budget) for batch in batches)
+        return max(throughputs, key=lambda found: found.request_rate)
 
-    def _tpot(self, found: Pace) -> float:
+    def _tpot(self, found: Throughput) -> float:
         if self.question.num_output < 2:
             return 0.0
         return found.tpot_s * (self.priced.num_steps - 1) / (self.question.num_output - 1)
 
     def _keeps(self, batch: int, token_budget: int) -> bool:
-        found, question = self.pace(batch, token_budget), self.question
+        found, question = self.throughput(batch, token_budget), self.question
         is_steady = self._tpot(found) <= TPOT_MARGIN * question.tpot_s
         return is_steady and found.ttft_s <= TTFT_MARGIN * question.ttft_s
 

@@ -197,7 +197,7 @@ def why_nothing(question: Question, served: Sequence[Estimate], out: Sequence[Re
         return "infeasible because this version serves none of these devices"
     nearest = min(served_out, key=lambda one: (one.kind != INFEASIBLE, one.miss))
     link = ":" if nearest.kind == DOES_NOT_FIT else " because"
-    said = f"{nearest.kind}{link} on {nearest.hardware.words} {nearest.because}"
+    said = f"{nearest.kind}{link} on {nearest.hardware.text} {nearest.because}"
     if len(served_out) == 1:
         return said
     return f"{said}; it comes nearest of {len(served_out)} that were looked at"
@@ -210,7 +210,7 @@ def _over_budget(question: Question, served: Sequence[Estimate]) -> str:
     price = cheapest.cost(1)
     reach = int(budget / price) * cheapest.planned if price else 0.0
     said = (
-        f"infeasible because the cheapest that keeps the promise, {cheapest.hardware.words}, takes "
+        f"infeasible because the cheapest that keeps the promise, {cheapest.hardware.text}, takes "
         f"${cost:.2f} an hour and the budget is ${budget:.2f}"
     )
     return said + (f", which carries {number(reach)} requests/s" if reach else "")
@@ -286,7 +286,7 @@ def _device_reason(plan: Plan, winner: Deployment) -> Reason:
     if runner_up is not None:
         because = (
             f"the cheapest that keeps the promise: {dollars(winner)} against {dollars(runner_up)} "
-            f"for {count_words(runner_up)}"
+            f"for {count_text(runner_up)}"
         )
     elif len({estimate.hardware for estimate in plan.estimates}) > 1:
         because = "the cheapest that keeps the promise"
@@ -310,7 +310,7 @@ def _format_reason(plan: Plan, winner: Deployment) -> Reason:
     weight_bytes = winner.estimate.memory.weight_bytes
     because = f"{scaled(weight_bytes, 'B')} of weights; plans keep the numbers of the checkpoint"
     if plan.unserved is not None and plan.unserved.cost < winner.cost:
-        because += f"; {plan.unserved.estimate.hardware.words} would be cheaper"
+        because += f"; {plan.unserved.estimate.hardware.text} would be cheaper"
     return Reason("formats", f"{weights} weights, {kv} KV cache", because)
 
 
@@ -343,9 +343,9 @@ def _length_reason(question: Question) -> Reason:
 # ---------------------------------------------------------------------- figures
 
 
-def count_words(deployment: Deployment) -> str:
+def count_text(deployment: Deployment) -> str:
     """For example "3 x h100-sxm, bf16 weights"."""
-    return f"{deployment.replicas} x {deployment.estimate.hardware.words}"
+    return f"{deployment.replicas} x {deployment.estimate.hardware.text}"
 
 
 def dollars(deployment: Deployment) -> str:
@@ -357,7 +357,7 @@ def dollars(deployment: Deployment) -> str:
     return f"${mid:.2f}/h" + (f" (${low:.2f} to ${high:.2f})" if low < high else "")
 
 
-def promise_words(question: Question) -> str:
+def promise_text(question: Question) -> str:
     return (
         f"first token within {question.ttft_s * 1e3:g} ms and {question.tpot_s * 1e3:g} ms a token "
         f"after it, for {ATTAINMENT:.0%} of the requests"

@@ -133,10 +133,10 @@ class Hardware:
         return self.offer.device
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """For people: "h100-sxm x2 (tp 2), fp8 weights"."""
         count = f" x{self.layout.devices}" if self.layout.devices > 1 else ""
-        how = f" ({self.layout.words})" if self.layout.devices > 1 else ""
+        how = f" ({self.layout.text})" if self.layout.devices > 1 else ""
         weights, kv = self.precision.names
         parts = [f"{self.device.name}{count}{how}", f"{weights} weights"]
         if self.precision.kv != "auto":
@@ -153,7 +153,7 @@ class Hardware:
             reasons.append(f"{self.device.kind} devices of {self.device.vendor}")
         if self.layout.devices > 1:
             reasons.append("one replica on several devices")
-        if not self.precision.fast_on(*self.device.words):
+        if not self.precision.fast_on(*self.device.traits):
             reasons.append("weights or KV cache of so few bits, at this speed")
         if self.num_drafts:
             reasons.append("a draft head of one layer, which nobody has trained")
@@ -204,7 +204,7 @@ def _unserved(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
     formats = [Precision(own.dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
     for layout in layouts(spec, offer.device, grid):
         for precision in formats:
-            if layout.devices > 1 or not precision.fast_on(*offer.device.words):
+            if layout.devices > 1 or not precision.fast_on(*offer.device.traits):
                 yield Hardware(offer, layout, precision)
 
 

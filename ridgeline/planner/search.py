@@ -50,7 +50,7 @@ class Validation:
 
 def num_warm_up(estimate: Estimate, rate: float) -> int:
     """Arrivals until the first ones have left: Little's law."""
-    return max(LEAST_WARM_UP, ceil(1.2 * rate * estimate.pace.e2e_s))
+    return max(LEAST_WARM_UP, ceil(1.2 * rate * estimate.throughput.e2e_s))
 
 
 def num_requests(estimate: Estimate, rate: float) -> int:

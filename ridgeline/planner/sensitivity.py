@@ -27,7 +27,7 @@ class BreakEven:
     answer: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         side = "below" if self.at < self.now else "above"
         return (
             f"{self.what} {side} {number(self.at)} {self.unit} (now {number(self.now)}): "
@@ -60,13 +60,13 @@ def price_sensitivity(
         count = rival.replicas(question.rate) * rival.hardware.layout.devices
         found.append(
             BreakEven(
-                f"price of {device.name}", price, winner.cost / count, "$/h", rival.hardware.words
+                f"price of {device.name}", price, winner.cost / count, "$/h", rival.hardware.text
             )
         )
         if (now := own.offer.per_hour) is not None:
             at = count * price / winner.num_devices
             what = f"price of {own.device.name}"
-            found.append(BreakEven(what, now, at, "$/h", rival.hardware.words))
+            found.append(BreakEven(what, now, at, "$/h", rival.hardware.text))
         break
     return [change for change in found if change.at != change.now]
 
@@ -81,7 +81,7 @@ def rate_sensitivity(
 
     def other(factor: float) -> str | None:
         best = in_order(estimates, factor * question.rate)[0].hardware
-        return None if best in (own, first) else best.words
+        return None if best in (own, first) else best.text
 
     for factors in _both_ways(RATES):
         if (change := nearest(factors, other)) is not None:
@@ -130,7 +130,7 @@ def promise_sensitivity(
             best = _quick_winner(changed, priced, grid)
             if best in (usual, winner.estimate.hardware):
                 return None
-            return "nothing that is looked at" if best is None else best.words
+            return "nothing that is looked at" if best is None else best.text
 
         for factors in _both_ways(TIMES):
             if (change := nearest(factors, other)) is not None:

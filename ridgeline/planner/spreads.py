@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import needed_items
-from ridgeline.cost.pace import decode_shape
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Layout
-from ridgeline.cost.ways_to_fit import Limits
+from ridgeline.cost.throughput import decode_shape
 from ridgeline.errors import ConfigError
 
 SHARE = 0.9  # of a device's memory that may be taken, as `Limits` has it

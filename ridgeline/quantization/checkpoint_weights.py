@@ -22,9 +22,9 @@ from ridgeline.architectures.quantization_scheme import (
 )
 from ridgeline.architectures.scheme_config import kept_matrices, tensors_read
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import Cut, cuts
+from ridgeline.architectures.tensor_layouts import Cut, cuts
 from ridgeline.errors import ConfigError, InternalError, check
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.fp8_block_linear import BLOCK
 from ridgeline.kernels.grouped_experts import StackedMatrix
@@ -56,7 +56,7 @@ class CheckpointWeights(PlainWeights):
     """A format that must know the model: `of_model`, then `of` for each product. By itself, and for
     matrices that are stored as they were, it is `plain`."""
 
-    name = STORED
+    name = CHECKPOINT
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CheckpointWeights(PlainWeights):
             return Fp8Weights()
         if scheme.keeps == "blocks":
             return Fp8BlockWeights()
-        return OrderedIntegers() if scheme.act_order else PackedIntegers(STORED)
+        return OrderedIntegers() if scheme.act_order else PackedIntegers(CHECKPOINT)
 
     def invariant(self) -> CheckpointWeights:
         more = self._known, self._within
@@ -132,7 +132,7 @@ class OrderedIntegers(PackedIntegers):
     """Integers whose columns stand group by group: those of x are put in that order first."""
 
     def __init__(self) -> None:
-        super().__init__(STORED)
+        super().__init__(CHECKPOINT)
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
@@ -163,7 +163,7 @@ class CheckpointRows(WeightFormat):
     of the matrix and suffix; those that are kept are a run's, by number of it where there are
     several."""
 
-    name = STORED
+    name = CHECKPOINT
 
     def __init__(self, runs: Sequence[_Run], dtype: torch.dtype) -> None:
         self._runs = tuple(runs)
@@ -288,7 +288,7 @@ class _Matrix:
         for dim in (dim for raw in self.raws() for dim in raw.dims if dim.of):
             if not dim.divides(starts[dim.of]):
                 raise ConfigError(
-                    f"{share.name}, stored as {scheme.words}, cannot be split over so many"
+                    f"{share.name}, stored as {scheme.text}, cannot be split over so many"
                     " devices: a share would begin within a group or a word; use fewer, or"
                     " weight_format plain"
                 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.packed_linear import (
     Codes,
@@ -133,7 +133,7 @@ class UnpackedWeights(WeightFormat):
     @classmethod
     def beside(cls, weight_format: WeightFormat) -> UnpackedWeights:
         """What stands beside matrices in this format, which only a checkpoint's own applies to."""
-        return cls(weight_format if weight_format.name == STORED else PlainWeights())
+        return cls(weight_format if weight_format.name == CHECKPOINT else PlainWeights())
 
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> UnpackedWeights:
         return UnpackedWeights(self._stored.of(shares, dtype), dtype)

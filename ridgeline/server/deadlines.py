@@ -20,7 +20,7 @@ TYPICAL_ANSWER = 256.0  # tokens, until some have been seen
 MOST_ANSWERS = 256  # that are remembered
 
 
-class Pace:
+class ServiceRate:
     """How fast the queue moves: what of late was made in a second while somebody waited, and how
     long answers were. Nothing is foretold before LEAST_STEPS such steps."""
 
@@ -55,11 +55,11 @@ class Pace:
         return min(self._answer, num_tokens) * step_s
 
 
-def enforce(lives: Iterable[ActiveRequest], limits: Limits, now: float, pace: Pace) -> None:
+def enforce(lives: Iterable[ActiveRequest], limits: Limits, now: float, rate: ServiceRate) -> None:
     """Fail, cut off or nudge what is over its time. `now` is the clock of `live.arrival`."""
     for active in list(lives):
         if active.error is None:
-            _enforce_wait(active, limits, now, pace)
+            _enforce_wait(active, limits, now, rate)
         if active.sending_since is not None:
             if now - active.sending_since > limits.write_timeout_s and active.cut is not None:
                 active.cut()
@@ -67,11 +67,11 @@ def enforce(lives: Iterable[ActiveRequest], limits: Limits, now: float, pace: Pa
             active.keep_alive()
 
 
-def _enforce_wait(active: ActiveRequest, limits: Limits, now: float, pace: Pace) -> None:
+def _enforce_wait(active: ActiveRequest, limits: Limits, now: float, rate: ServiceRate) -> None:
     waited = now - active.arrival
     if not active.started and not active.answered:
         if active.expected_wait_s is None:  # nothing was known when it came
-            active.expected_wait_s = pace.wait_s(active.num_before)
+            active.expected_wait_s = rate.wait_s(active.num_before)
         if waited > max(limits.queue_timeout_s, PATIENCE * (active.expected_wait_s or 0.0)):
             active.fail(ApiError("queue_timeout", f"not started within {waited:.0f} s; try later"))
             return
@@ -81,16 +81,20 @@ def _enforce_wait(active: ActiveRequest, limits: Limits, now: float, pace: Pace)
 
 
 def check_wait(
-    active: ActiveRequest, limits: Limits, pace: Pace, num_before: int, num_tokens: int
+    active: ActiveRequest,
+    limits: Limits,
+    rate: ServiceRate,
+    num_before: int,
+    num_tokens: int,
 ) -> None:
     """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
     `num_tokens` at most. Raises ApiError overloaded when it would surely wait for longer than
     `run_timeout_s` leaves it."""
     active.num_before = num_before
-    active.expected_wait_s = wait_s = pace.wait_s(num_before)
+    active.expected_wait_s = wait_s = rate.wait_s(num_before)
     if wait_s is None:
         return
-    late_s = wait_s / PATIENCE + pace.run_s(num_tokens) - limits.run_timeout_s
+    late_s = wait_s / PATIENCE + rate.run_s(num_tokens) - limits.run_timeout_s
     if wait_s and late_s > 0:
         raise ApiError(
             "overloaded",

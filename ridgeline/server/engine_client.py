@@ -22,7 +22,7 @@ from ridgeline.request import RequestOutput
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
-from ridgeline.server.deadlines import Pace
+from ridgeline.server.deadlines import ServiceRate
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, Progress, new_page
 from ridgeline.server.outlet import Relay
@@ -71,7 +71,7 @@ class _Life:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     heartbeat: HeartbeatPage
-    words: Relay
+    output: Relay
     ready_at: float | None = None
 
 
@@ -89,7 +89,7 @@ class EngineClient:
         self.progress = Progress(config.limits.step_deadline_s)
         self.watchdog = Watchdog(config.limits.step_overdue_multiple, config.limits.step_overdue_s)
         self.latency = Latency()
-        self.pace = Pace()
+        self.service_rate = ServiceRate()
         self.traffic = Traffic()
         self.loading: Loading | None = None
         self.num_restarts = 0
@@ -279,7 +279,7 @@ class EngineClient:
 
     async def _spawn(self) -> _Life:
         ours, theirs = socket.socketpair()
-        page, words = new_page(), Relay()
+        page, output = new_page(), Relay()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *ENGINE,
@@ -290,16 +290,16 @@ class EngineClient:
                 "--builder",
                 self.config.builder,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=words.writer,
-                stderr=words.writer,
+                stdout=output.writer,
+                stderr=output.writer,
                 pass_fds=(theirs.fileno(), page),
                 start_new_session=True,
                 env=environment(),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        life = _Life(process, reader, writer, HeartbeatPage(page), words)
+        life = _Life(process, reader, writer, HeartbeatPage(page), output)
         os.close(page)
-        words.follow()
+        output.follow()
         config = self.config
         writer.write(
             frame(
@@ -329,10 +329,10 @@ class EngineClient:
             pass
         self.kill()
         code = await life.process.wait()
-        life.words.end()
+        life.output.end()
         return code
 
-    # ------------------------------------------------------------------ the engine's words
+    # ------------------------------------------------------------------ what the engine writes
 
     async def _take(self, event: Event, life: _Life) -> None:
         if isinstance(event, Step):
@@ -364,7 +364,7 @@ class EngineClient:
         self.progress.step_done(now)
         num_tokens = sum(len(output.new_token_ids) for output in step.outputs)
         if num_tokens:
-            self.pace.on_step(now, num_tokens, is_full=step.gauges.num_waiting > 0)
+            self.service_rate.on_step(now, num_tokens, is_full=step.gauges.num_waiting > 0)
         for reply in step.replies:
             self._reply(reply)
         for start in step.started:
@@ -415,7 +415,7 @@ class EngineClient:
             self.progress.work_ended()
             self.latency.on_end(times, now)
             self.traffic.finished[output.finish_reason.value] += 1
-            self.pace.on_end(times.num_tokens)
+            self.service_rate.on_end(times.num_tokens)
         if active.error is not None:
             self.abandon(active)
         elif stopped := active.take_aborts():

@@ -110,7 +110,7 @@ class Service:
             await asyncio.sleep(PERIOD_S)
             now = self.clock.now()
             self.manager.alive(now)
-            enforce(self.open, self.limits, now, self.engine.pace)
+            enforce(self.open, self.limits, now, self.engine.service_rate)
             stalled = self.engine.progress.stalled_s(now)
             self.engine.overdue(now)
             if self.engine.should_kill(now):
@@ -244,12 +244,12 @@ class Service:
         scope["state"]["active"] = active
         active.cut = _abort_of(scope)
         renderer = _renderer(call, prepared, model, request_id, self.config.price_per_hour)
-        pace, gauges = self.engine.pace, self.engine.gauges
+        service_rate, gauges = self.engine.service_rate, self.engine.gauges
         num_before = max(
             gauges.num_waiting, self.engine.progress.num_pending - model.ready.max_num_seqs
         )
         most = max(answer.sampling.max_tokens or 0 for answer in prepared.answers)
-        check_wait(active, self.limits, pace, num_before, most)
+        check_wait(active, self.limits, service_rate, num_before, most)
         self.open.add(active)
         try:
             await self._submit(active, call)

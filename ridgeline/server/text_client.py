@@ -163,32 +163,32 @@ class ForkServer:
     """The process that loads and forks. Its methods raise one of GONE when it is no more."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, sock: socket.socket, wire: _Wire, words: Relay
+        self, process: asyncio.subprocess.Process, sock: socket.socket, wire: _Wire, output: Relay
     ) -> None:
         self.process = process
-        self._words = words
+        self._output = output
         self._sock, self._wire = sock, wire
         self._lock = asyncio.Lock()
         self._watch = asyncio.ensure_future(self._close_at_end())
 
     @classmethod
     async def start(cls) -> ForkServer:
-        (ours, theirs), words = socket.socketpair(), Relay()
+        (ours, theirs), output = socket.socketpair(), Relay()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *FORK_SERVER,
                 "--fd",
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=words.writer,
-                stderr=words.writer,
+                stdout=output.writer,
+                stderr=output.writer,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env=environment() | ENVIRONMENT,
             )
-        words.follow()
+        output.follow()
         sending = ours.dup()  # a transport sends no descriptors
-        return cls(process, sending, await asyncio.open_unix_connection(sock=ours), words)
+        return cls(process, sending, await asyncio.open_unix_connection(sock=ours), output)
 
     async def _close_at_end(self) -> None:
         """A child that has not closed its copy of the other end would keep us waiting."""
@@ -237,7 +237,7 @@ class ForkServer:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self._watch
-        self._words.end()
+        self._output.end()
 
 
 class TextClient:

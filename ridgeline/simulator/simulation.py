@@ -48,7 +48,7 @@ __all__ = ["Job", "Machine", "Options", "Outage", "Simulation", "SimulationRepor
 
 NAME_BYTES = 16  # of a block that no prompt shares
 
-JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
+ListenerOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Simulation:
         options: Options | None = None,
         *,
         rng: Rng | None = None,
-        journal_of: JournalOf | None = None,
+        listener_of: ListenerOf | None = None,
     ) -> None:
         self.options = options = options or Options()
         self.now = 0.0
@@ -122,7 +122,7 @@ class Simulation:
         num_replicas = options.num_replicas or (
             setup.layout.replicas if isinstance(setup, Setup) else 1
         )
-        self._journal_of = journal_of
+        self._listener_of = listener_of
         self.replicas = [self._replica(number) for number in range(num_replicas)]
         self._lost: list[Replica] = []  # with what is known of their steps
         self._homeless: list[Job] = []  # while no replica is ready
@@ -343,10 +343,10 @@ class Simulation:
 
     def _replica(self, number: int) -> Replica:
         options, machine, limits = self.options, self.machine, self.limits
-        journal_of = self._journal_of
+        listener_of = self._listener_of
         size = limits.block_size
         caches = options.prefix_caching and options.paging
-        if caches and journal_of is None:
+        if caches and listener_of is None:
             caches = self._may_find_prefixes()
         blocks = BlockManager(machine.num_blocks, size, machine.windows, caches)
         setting = PolicySetting(
@@ -381,8 +381,8 @@ class Simulation:
         engine = LeapingEngine(
             scheduler, executor, clock, options.max_in_flight, options.plans_ahead_s
         )
-        if journal_of is not None:
-            engine.listeners.append(journal_of(number, scheduler))
+        if listener_of is not None:
+            engine.listeners.append(listener_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
 
 

@@ -151,7 +151,7 @@ class DraftReport:
     gain: float
     is_measured: bool
 
-    def words(self, *, is_calibrated: bool) -> tuple[str, ...]:
+    def lines(self, *, is_calibrated: bool) -> tuple[str, ...]:
         """All of it in a line or two, but what rests on assumed prices."""
         positions = " ".join(f"{share:.2f}" for share in self.by_position)
         right = f"{percent(self.acceptance)} right ({positions} by position)"

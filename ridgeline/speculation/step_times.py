@@ -1,8 +1,9 @@
 """What does a step that verifies k draft tokens of so many rows take, as this engine has seen it?
 
-seconds = price * pace(rows) * ratio(rows, k). The speed of a host may double from one second to the
-next, so every step moves the pace. A ratio moves only where one k follows another, when the pace is
-about the same just before and after; the more often that was compared, the less it moves.
+seconds = price * slowdown(rows) * ratio(rows, k). The speed of a host may double from one second to
+the next, so every step moves the slowdown. A ratio moves only where one k follows another, when the
+slowdown is about the same just before and after; the more often that was
+compared, the less it moves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from ridgeline.step import PricedStep
 EXACT_ROWS = 8  # up to which each number of rows has times of its own
 CONTEXT_LEVELS, SHORT = 4.0, 64  # levels of contexts for each factor e, above SHORT tokens
 FIRST = 2  # steps of one k behind another whose lower time is compared with what was expected
-WINDOW, PACE = 3, 1 / 4  # steps whose median moves the pace, by this weight: no stall does
+WINDOW, SLOWDOWN_WEIGHT = (
+    3,
+    1 / 4,
+)  # steps whose median moves the slowdown, by this weight: no stall does
 LEAST_WEIGHT = 1 / 16  # of a comparison in a ratio, however many there were
 # Times that a ratio may change at once, and one that is new or whose next comparison weighs more.
 LIMIT, CLOSE, UNCERTAIN = 1.25, 2.0, 1 / 4
@@ -55,7 +59,7 @@ class _Rows:
     """Of so many rows. `run`: measured over priced seconds of the last steps, `length` of them in
     a row with `k`; `before` these there were others."""
 
-    pace: float = 1.0
+    slowdown: float = 1.0
     ratios: dict[int, _Ratio] = field(default_factory=dict)
     k: int = -1
     before: int = -1
@@ -79,7 +83,7 @@ class StepTimes:
         priced, seen = self._prices_of(bucket, context), self._rows.get(bucket) or _Rows()
         holds = KNOWN_FOR[seen.k > 0]
         known = {
-            k: seen.pace * ratio.value
+            k: seen.slowdown * ratio.value
             for k, ratio in seen.ratios.items()
             if ratio.num_compared and self.num_steps - ratio.last < holds << ratio.num_compared
         }
@@ -132,28 +136,28 @@ class StepTimes:
         if seen.length == FIRST:
             self._compare(seen, ratio, value)
         elif seen.length > FIRST:
-            seen.pace *= (value / (seen.pace * ratio.value)) ** PACE
+            seen.slowdown *= (value / (seen.slowdown * ratio.value)) ** SLOWDOWN_WEIGHT
 
     def _compare(self, seen: _Rows, ratio: _Ratio, value: float) -> None:
-        """With the pace that the k before has left: the difference is due to both ratios, more to
-        the one that was compared less often, and the rest to the pace."""
+        """With the slowdown that the k before has left: the difference is due to both ratios, more
+        to the one that was compared less often, and the rest to the slowdown."""
         before = seen.ratios.get(seen.before)
         compared = {k: r.value for k, r in seen.ratios.items() if r.num_compared}
         if not compared:
             ratio.num_compared = 1
         elif not ratio.num_compared:
             near = compared[_nearest(seen.k, compared)]
-            ratio.value, ratio.num_compared = near * _within(value / seen.pace / near, CLOSE), 1
+            ratio.value, ratio.num_compared = near * _within(value / seen.slowdown / near, CLOSE), 1
         elif before is not None and before.num_compared:
             mine, other = ratio.weight, before.weight
             limit = CLOSE if max(mine, other) > UNCERTAIN else LIMIT
-            change = _within(value / (seen.pace * ratio.value), limit)
+            change = _within(value / (seen.slowdown * ratio.value), limit)
             share = min(1.0, mine + other) / (mine + other)
             ratio.value *= change ** (share * mine)
             before.value /= change ** (share * other)
             ratio.num_compared += 1
             before.num_compared += 1
-        seen.pace = value / ratio.value
+        seen.slowdown = value / ratio.value
 
     def _prices_of(self, bucket: int, context: int) -> dict[int, float]:
         level = 0 if context <= SHORT else round(log(context / SHORT) * CONTEXT_LEVELS)

@@ -15,8 +15,8 @@ from ridgeline.architectures.scheme_config import (
     checkpoint_tensors,
     matrix_schemes,
     optional_checkpoint_tensors,
+    scheme_text,
     tensors_read,
-    words,
 )
 from ridgeline.errors import ConfigError
 from tests.architectures.configs import config
@@ -69,7 +69,7 @@ def test_compressed_tensors_of_all_linear_layers() -> None:
     assert len(found) == 7 * spec.num_layers
     wanted = Scheme("pack-quantized", 4, 16, True, spec.dtype)
     assert set(found.values()) == {wanted}
-    assert wanted.words == "pack-quantized, 4 bits, groups of 16, zeros"
+    assert wanted.text == "pack-quantized, 4 bits, groups of 16, zeros"
 
 
 def test_an_exact_name_beats_a_pattern_and_a_pattern_the_class() -> None:
@@ -217,7 +217,7 @@ def test_the_tensors_of_the_checkpoint() -> None:
     spec = read_spec(config("llama", intermediate_size=96, quantization_config=plain))
     assert f"{DOWN}.g_idx" in optional_checkpoint_tensors(spec)
     assert f"{DOWN}.g_idx" not in tensors_read(spec)
-    assert words(spec) == "gptq, 3 bits, groups of 16, zeros"
+    assert scheme_text(spec) == "gptq, 3 bits, groups of 16, zeros"
 
 
 def test_random_damage_never_raises_anything_else() -> None:
@@ -249,7 +249,7 @@ def test_random_damage_never_raises_anything_else() -> None:
             spec = read_spec(config("llama", quantization_config=section))
             assert checkpoint_tensors(spec)
             assert tensors_read(spec)
-            assert words(spec) or not matrix_schemes(spec)
+            assert scheme_text(spec) or not matrix_schemes(spec)
             read += 1
         except ConfigError:
             pass

@@ -8,10 +8,10 @@ from ridgeline.benchmark.run import (
     JobTimes,
     Run,
     StepSeen,
-    pace_of,
     percentile,
     spread_ms,
     steady_steps,
+    throughput_of,
 )
 
 
@@ -51,8 +51,12 @@ def test_steady_steps_are_the_longest_run_of_full_ones() -> None:
 
 def test_the_pace_of_steps() -> None:
     steps = [StepSeen(3.0, 4, 2, 10.0), StepSeen(5.0, 2, 2, 30.0, drafts=True)]
-    pace = pace_of(1.0, steps)
-    assert (pace.tokens_per_s, pace.tokens_per_step) == (1.5, 3.0)
-    assert (pace.bytes_per_s, pace.bytes_per_step, pace.drafts) == (10.0, 20.0, True)
-    unknown = pace_of(1.0, [steps[0], StepSeen(5.0, 2, 2)])
+    throughput = throughput_of(1.0, steps)
+    assert (throughput.tokens_per_s, throughput.tokens_per_step) == (1.5, 3.0)
+    assert (throughput.bytes_per_s, throughput.bytes_per_step, throughput.drafts) == (
+        10.0,
+        20.0,
+        True,
+    )
+    unknown = throughput_of(1.0, [steps[0], StepSeen(5.0, 2, 2)])
     assert (unknown.bytes_per_s, unknown.bytes_per_step, unknown.drafts) == (None, None, False)

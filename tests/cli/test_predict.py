@@ -16,7 +16,7 @@ from ridgeline.cli.machine import open_device
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import device_to_json, find_device
 from ridgeline.cost.setup import Layout, Precision, Setup
-from ridgeline.cost.steady import steady
+from ridgeline.cost.steady_state import steady_state
 from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.records import record_folder
 from tests.cli.conftest import Cli
@@ -64,7 +64,7 @@ def test_the_figures_are_those_of_the_cost_model(big: Path, cli: Cli) -> None:
     setup = Setup(
         read_spec(LLAMA_70B), find_device("h100-sxm"), Layout(tp=8), Precision.named("fp8")
     )
-    exact = steady(setup, batch=64, num_input=500, num_output=200)
+    exact = steady_state(setup, batch=64, num_input=500, num_output=200)
     assert found["ttft_ms"] == pytest.approx(1e3 * exact.ttft_s)
     assert found["tpot_ms"] == pytest.approx(1e3 * exact.tpot_s)
     assert found["tokens_per_s"] == pytest.approx(exact.tokens_per_s)

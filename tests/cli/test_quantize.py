@@ -52,7 +52,7 @@ def check_bytes(cli: Cli, model: Path) -> None:
     shown = json.loads(cli("inspect", model, "--json")[1])["memory_bytes"]["float32"]["weights"]
     assert weights.measured == weights.predicted == shown
     found = json.loads(cli("predict", model, "--device", "h100-sxm", "--json")[1])
-    assert found["precision"]["weights"] == "stored"
+    assert found["precision"]["weights"] == "checkpoint"
     items = {item["what"]: item["bytes"] for item in found["memory"]["items"]}
     assert sum(items.get(what, 0) for what in WEIGHTS) == shown
 

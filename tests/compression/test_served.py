@@ -11,7 +11,7 @@ import torch
 from ridgeline import LLM
 from ridgeline.compression.checkpoints import write_plain
 from ridgeline.compression.stream import Job, quantize_model
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from tests.compression.test_stream import CONFIGS, method, texts, written
 from tests.conftest import TEST_DEVICE
 from tests.portable import only_portable
@@ -34,7 +34,7 @@ def test_every_family(
     quantize_model(Job(model, out, how, texts(), bits=mixed))
     write_plain(out, plain)
     served, wanted = LLM(str(out), **OPTIONS), LLM(str(plain), **OPTIONS)
-    assert served.resolved.weight_format == STORED
+    assert served.resolved.weight_format == CHECKPOINT
     torch.testing.assert_close(served.logits(PROMPT), wanted.logits(PROMPT), atol=1e-4, rtol=1e-4)
     unpacked = LLM(str(out), weight_format="plain", **OPTIONS)
     assert torch.equal(unpacked.logits(PROMPT), wanted.logits(PROMPT))

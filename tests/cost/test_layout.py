@@ -13,9 +13,9 @@ from tests.cost.random_setups import DEEPSEEK_V3, LLAMA_8B, device, spec_of
 def test_layouts_count_devices() -> None:
     assert Layout().devices == 1
     assert (Layout(4, 2).devices, Layout(4, 2, replicas=3).all_devices) == (8, 24)
-    assert Layout().words == "1 device"
-    assert Layout(8, 2, 4, 3).words == "tp 8, pp 2, ep 4, replicas 3"
-    assert Layout(16).words == "tp 16"
+    assert Layout().text == "1 device"
+    assert Layout(8, 2, 4, 3).text == "tp 8, pp 2, ep 4, replicas 3"
+    assert Layout(16).text == "tp 16"
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_what_is_computed_and_what_is_served() -> None:
     assert Precision.named("fp8", "fp8").served_today
     assert Precision.named("int4").served_today
     assert Precision.named("int4").fast_on("cpu")
-    assert not Precision.named("int4").fast_on(*find_device("a100-80-sxm").words)
-    assert Precision.named("int4").fast_on(*find_device("h200-sxm").words)
+    assert not Precision.named("int4").fast_on(*find_device("a100-80-sxm").traits)
+    assert Precision.named("int4").fast_on(*find_device("h200-sxm").traits)
     assert Precision.named("bf16").fast_on("tpu")
     for kv in ("fp8", "int8", "int4"):
         assert Precision.named("bf16", kv).served_today

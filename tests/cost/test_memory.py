@@ -19,10 +19,10 @@ from ridgeline.cost.memory import (
     Limits,
     MemoryPlan,
     block_bytes,
+    fit_suggestions,
     memory_plan,
     plan_or_none,
-    size_words,
-    ways_to_fit,
+    size_text,
     weight_items,
 )
 from ridgeline.cost.memory_items import stage_layers
@@ -223,7 +223,7 @@ def test_stages_share_the_cache_too() -> None:
 
 
 def test_both_units_are_shown() -> None:
-    assert size_words(80e9) == "80.00 GB (74.51 GiB)"
+    assert size_text(80e9) == "80.00 GB (74.51 GiB)"
 
 
 # ------------------------------------------------------------------------ what does not fit
@@ -255,7 +255,7 @@ def test_every_change_fits(
 ) -> None:
     setup = Setup(spec_of(config), device(name))
     assert plan_or_none(setup, limits) is None
-    changes = ways_to_fit(setup, limits)
+    changes = fit_suggestions(setup, limits)
     assert len(changes) == 3
     assert len({change.text for change in changes}) == 3
     assert changes[0].text.startswith(first), [change.text for change in changes]
@@ -283,7 +283,7 @@ def test_changes_fit_whatever_is_asked(seed: int) -> None:
         return
     with pytest.raises(DoesNotFit) as caught:
         planned(setup, limits)
-    changes = ways_to_fit(setup, limits)
+    changes = fit_suggestions(setup, limits)
     assert caught.value.changes == tuple(change.text for change in changes)
     assert changes
     for change in changes:

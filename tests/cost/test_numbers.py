@@ -30,21 +30,21 @@ from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.memory import ideal_sequences
 from ridgeline.cost.money import kwh_per_million_tokens, per_million_tokens, tokens_per_dollar
 from ridgeline.cost.ops import Op, experts_hit, step_ops
-from ridgeline.cost.pace import (
+from ridgeline.cost.pricer import Pricer, Setup
+from ridgeline.cost.roofline import op_cost, step_cost
+from ridgeline.cost.setup import Layout, Precision
+from ridgeline.cost.steady_state import steady_state
+from ridgeline.cost.throughput import (
     Load,
     closed_loop_rate,
     in_flight,
     largest_batch,
-    pace,
     pipeline_bubble,
     replicas,
     request_seconds,
     static_waste,
+    throughput,
 )
-from ridgeline.cost.pricer import Pricer, Setup
-from ridgeline.cost.roofline import op_cost, step_cost
-from ridgeline.cost.setup import Layout, Precision
-from ridgeline.cost.steady import steady
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.paged_attention import paged_attention_reference
@@ -156,7 +156,7 @@ def test_llama_3_has_positions_for_8192_tokens_not_128000() -> None:
     llama(80, 8192, 28_672, 64, 8, max_position_embeddings=131_072)  # from 3.1 on
     spec = llama(80, 8192, 28_672, 64, 8, max_position_embeddings=8192)
     with pytest.raises(ConfigError, match="8192"):
-        steady(Setup(spec, find_device("b200")), batch=1, num_input=127_000, num_output=1000)
+        steady_state(Setup(spec, find_device("b200")), batch=1, num_input=127_000, num_output=1000)
 
 
 def test_a_step_passes_each_layer_once() -> None:
@@ -411,7 +411,7 @@ def test_blocks_waste_less_than_one_block_a_request() -> None:
 
 def test_a_paged_cache_is_a_tensor_of_blocks_per_layer() -> None:
     """2 (keys, values) x blocks x KV heads x tokens of a block x head size in each layer."""
-    plan = steady(
+    plan = steady_state(
         Setup(LLAMA_3_8B, find_device("h100-sxm")), batch=4, num_input=500, num_output=12
     ).memory
     assert plan.block_bytes == 32 * 2 * 8 * 16 * 128 * 2
@@ -423,7 +423,7 @@ def test_a_paged_cache_is_a_tensor_of_blocks_per_layer() -> None:
 
 def test_the_batch_that_fits_leaves_room_for_activations_too() -> None:
     device = find_device("a100-80-sxm")
-    found = steady(Setup(LLAMA_2_7B, device), batch=1, num_input=2000, num_output=2000)
+    found = steady_state(Setup(LLAMA_2_7B, device), batch=1, num_input=2000, num_output=2000)
     naive = ideal_sequences(device.memory_bytes, weight_bytes(LLAMA_2_7B, 2), kv(LLAMA_2_7B, 4000))
     assert 0.6 * naive < found.max_batch < naive
     assert found.memory.item("activations").bytes > 0
@@ -778,16 +778,16 @@ def test_a_batch_limit_follows_from_a_promise() -> None:
     most = [largest_batch(pricer, load, 512, tpot_s) for tpot_s in (0.008, 0.012, 0.03)]
     assert most == sorted(most)
     assert 0 < most[0] < most[-1]
-    assert pace(pricer, replace(load, batch=most[1])).tpot_s <= 0.012
+    assert throughput(pricer, replace(load, batch=most[1])).tpot_s <= 0.012
 
 
 def test_three_times_the_throughput_of_a_7b_comes_from_the_batch_before_the_bits() -> None:
     device, load = find_device("a100-80-sxm"), Load(1, 500, 200)
     plain = Pricer(Setup(LLAMA_2_7B, device, precision=FP16))
     packed = Pricer(Setup(LLAMA_2_7B, device, precision=Precision.named("int4")))
-    base = pace(plain, load).tokens_per_s
-    assert pace(plain, replace(load, batch=4)).tokens_per_s > 3 * base
-    assert 1.5 * base < pace(packed, load).tokens_per_s < 4 * base
+    base = throughput(plain, load).tokens_per_s
+    assert throughput(plain, replace(load, batch=4)).tokens_per_s > 3 * base
+    assert 1.5 * base < throughput(packed, load).tokens_per_s < 4 * base
 
 
 # ---------------------------------------------------------------------- many devices
@@ -864,7 +864,7 @@ def test_a_laptop_is_not_free() -> None:
 
 
 def test_tokens_per_dollar_from_model_device_batch_and_price() -> None:
-    found = steady(
+    found = steady_state(
         Setup(LLAMA_3_8B, find_device("h100-sxm")), batch=64, num_input=1000, num_output=250
     )
     bought = tokens_per_dollar(3.0, found.tokens_per_s)
@@ -889,7 +889,7 @@ def test_a_request_waits_for_its_own_tokens_not_for_its_share_of_a_step() -> Non
 def test_our_own_figures_of_that_design() -> None:
     """Against a calibrated model of the same hardware: 14.5 ms a step and 19.8 requests/s."""
     pricer = Pricer(Setup(LLAMA_3_70B, find_device("h100-sxm"), Layout(tp=8), FP8))
-    found = pace(pricer, Load(64, 500, 200))
+    found = throughput(pricer, Load(64, 500, 200))
     assert found.tpot_s == pytest.approx(14.5e-3, rel=0.15)
     assert found.request_rate == pytest.approx(19.8, rel=0.15)
     assert replicas(100, found.request_rate, headroom=0.25) == 7
@@ -905,12 +905,12 @@ def test_a_whole_answer_in_a_second_needs_small_batches_or_drafts() -> None:
     assert request_seconds(0.030, 4.35e-3, 200) < 1 < request_seconds(0.030, 5e-3, 200)
     pricer = Pricer(setup)
     assert largest_batch(pricer, Load(1, 500, 200), 64, 4.35e-3) == 0  # even one is slower
-    assert pace(pricer, Load(1, 500, 200)).tpot_s / 4.35e-3 < 2.2  # what drafts have to bring
+    assert throughput(pricer, Load(1, 500, 200)).tpot_s / 4.35e-3 < 2.2  # what drafts have to bring
 
 
 def test_the_first_token_of_a_70b_within_100_ms_at_50_requests_per_second() -> None:
     pricer = Pricer(Setup(LLAMA_3_70B, find_device("h100-sxm"), Layout(tp=8), FP8))
-    found = pace(pricer, Load(64, 500, 200))
+    found = throughput(pricer, Load(64, 500, 200))
     assert found.ttft_s < 0.100
     assert 2 <= replicas(50, found.request_rate, headroom=0.2) <= 5
 
@@ -918,4 +918,4 @@ def test_the_first_token_of_a_70b_within_100_ms_at_50_requests_per_second() -> N
 @pytest.mark.parametrize(("device", "low", "high"), [("m2-max", 30, 100), ("rtx-4090", 100, 250)])
 def test_a_7b_in_4_bits_on_a_desk(device: str, low: float, high: float) -> None:
     setup = Setup(LLAMA_2_7B, find_device(device), precision=Precision.named("int4"))
-    assert low < pace(Pricer(setup), Load(1, 100, 200)).tokens_per_s_per_user < high
+    assert low < throughput(Pricer(setup), Load(1, 100, 200)).tokens_per_s_per_user < high

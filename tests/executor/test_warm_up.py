@@ -56,7 +56,7 @@ def test_no_step_is_captured_that_was_foreseen(monkeypatch: pytest.MonkeyPatch) 
     warm = WarmUp(executor, max_tokens=24)
     warm.run(1e9)
     assert not warm.one()
-    assert warm.words() == "11 of 11 foreseeable steps"
+    assert warm.text() == "11 of 11 foreseeable steps"
     assert executor.num_rows == 0
 
     def never(*args: Any) -> None:
@@ -89,7 +89,7 @@ def test_half_a_warm_up_does_no_harm() -> None:
     executor = make()
     warm = WarmUp(executor, max_tokens=24, max_mixed=8)
     warm.run(0.0)
-    assert warm.words() == "0 of 11 foreseeable steps"
+    assert warm.text() == "0 of 11 foreseeable steps"
     for _ in range(3):
         assert warm.one()
     serve(executor)

@@ -22,7 +22,7 @@ from ridgeline.compression.checkpoints import write_plain
 from ridgeline.compression.rounding import METHODS
 from ridgeline.compression.stream import Job, quantize_model
 from ridgeline.cost.ops import step_ops
-from ridgeline.formats import KV_FORMATS, STORED
+from ridgeline.formats import CHECKPOINT, KV_FORMATS
 from tests.compression.test_stream import method, texts
 from tests.extensions import toy_post_norm
 from tests.layers.driving import Driver, TensorDict, build_decoder
@@ -143,7 +143,7 @@ def test_quantized_it_is_what_transformers_makes_of_the_dequantized_weights(
     assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     assert 1e-4 < found.kl < 1.0
     served = LLM(str(out), **OPTIONS)
-    assert served.resolved.weight_format == STORED
+    assert served.resolved.weight_format == CHECKPOINT
     torch.testing.assert_close(
         served.logits(IDS), LLM(str(plain), **OPTIONS).logits(IDS), atol=1e-4, rtol=1e-4
     )

@@ -15,7 +15,7 @@ LINE = DraftMethodLine(
     "tests.extensions.toy_draft:Again",
     "",
     acceptance=0.5,
-    words="what followed the same token",
+    text="what followed the same token",
     looks_ahead=True,
 )
 

@@ -137,12 +137,12 @@ def test_a_cpu_compiles_nothing() -> None:
 
 def test_counts_are_what_triton_says(caplog: pytest.LogCaptureFixture) -> None:
     counts = KernelCounts()
-    assert counts.words() == ""
+    assert counts.text() == ""
     times = SimpleNamespace(total=1_500_000)
     source = SimpleNamespace(name="add_norm")
     with caplog.at_level(logging.INFO):
         counts(src=source, metadata={}, metadata_group={}, times=times, cache_hit=False)
         counts(src=source, metadata={}, metadata_group={}, times=times, cache_hit=True)
-    assert counts.words() == "1 kernels compiled in 1.50 s, 1 found in 1.50 s"
+    assert counts.text() == "1 kernels compiled in 1.50 s, 1 found in 1.50 s"
     [record] = caplog.records
     assert record.getMessage() == "compiled a kernel name=add_norm seconds=1.50"

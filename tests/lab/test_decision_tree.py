@@ -32,7 +32,7 @@ def test_a_person_at_home_gets_a_card_that_holds_the_weights_and_a_command() -> 
     assert found.leaf.title.startswith("1 x rtx-3090")
     assert words[:3] == ["ridgeline", "serve", "meta-llama/Llama-3.1-8B"]
     assert words[words.index("--max-model-len") + 1] == "1280"  # 1.5 x 700, in steps of 256
-    assert found.leaf.flips
+    assert found.leaf.sensitivity
 
 
 def test_a_leaf_is_no_worse_than_any_candidate() -> None:

@@ -18,7 +18,7 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.parts import layer_tensors
-from ridgeline.architectures.stored import stored_tensors
+from ridgeline.architectures.tensor_layouts import checkpoint_shapes
 from ridgeline.distributed.placement import Placement
 from tests.distributed.alone import Alone
 from tests.layers.driving import Driver, build_decoder
@@ -66,7 +66,7 @@ def test_tensors_and_parameters_equal_transformers(name: str) -> None:
     spec = read_spec(CONFIGS[name])
     model = ReferenceModel(CONFIGS[name])
     shapes = {key: tuple(tensor.shape) for key, tensor in model.tensors.items()}
-    assert stored_tensors(spec) == shapes
+    assert checkpoint_shapes(spec) == shapes
     assert num_parameters(spec) == sum(p.numel() for p in model.model.parameters())
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.counts import kv_bytes_per_token
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.cli.inspect import _attention_words
+from ridgeline.cli.inspect import _attention_text
 from ridgeline.cost.memory import block_bytes
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
@@ -147,7 +147,7 @@ def test_the_cache_is_smaller_by_exactly_the_readers(name: str) -> None:
     config, owners = CASES[name]
     spec, own = read_spec(config), len(set(owners))
     whole = read_spec(config | {"num_kv_shared_layers": 0, "cla_share_factor": 1})
-    named = [_attention_words(layer.attention) for layer in spec.layers]
+    named = [_attention_text(layer.attention) for layer in spec.layers]
     assert sum("keys and values of layer" in line for line in named) == len(owners) - own
     one = 2 * 2 * 16 * 2  # K and V of two heads of 16 numbers, in 16 bits
     assert kv_bytes_per_token(spec, 2) == own * one

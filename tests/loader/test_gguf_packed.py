@@ -16,7 +16,7 @@ from ridgeline.architectures.quantization_scheme import tensors_of
 from ridgeline.architectures.scheme_config import matrix_schemes
 from ridgeline.architectures.scheme_methods import GGUF_BLOCKS, GGUF_KINDS
 from ridgeline.errors import ConfigError
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.layers.piece import Piece
 from ridgeline.loader import open_checkpoint, read_config
@@ -74,7 +74,7 @@ def test_all_of_the_matrices_that_can_be_are_kept() -> None:
 def test_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_portable(monkeypatch)
     llm = LLM(str(FILES / f"{name}.gguf"), dtype="float32", device=TEST_DEVICE, num_blocks=64)
-    assert llm.resolved.weight_format == STORED
+    assert llm.resolved.weight_format == CHECKPOINT
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     [result] = llm.generate([TOLD[name]["prompt"]], greedy, progress=False)
     assert list(result.token_ids) == TOLD[name]["greedy"]

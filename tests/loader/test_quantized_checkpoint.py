@@ -24,7 +24,7 @@ from ridgeline.architectures.scheme_config import is_quantized, matrix_schemes
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.distributed.placement import Placement
 from ridgeline.errors import ConfigError
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.loader import open_checkpoint, read_config
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
@@ -105,7 +105,7 @@ def test_unpacked_it_says_what_transformers_does(name: str) -> None:
 def test_kept_as_stored_it_says_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_portable(monkeypatch)
     llm = served(name)
-    assert llm.resolved.weight_format == STORED
+    assert llm.resolved.weight_format == CHECKPOINT
     assert tokens(llm, name) == told()[name]["greedy"]
     unpacked = served(name, weight_format="plain")
     prompt = told()[name]["prompt"]
@@ -119,7 +119,7 @@ def test_it_takes_the_memory_that_was_predicted(name: str) -> None:
     assert weights.measured == weights.predicted
     assert weights.predicted < weight_bytes(llm.spec, 2)
     [said] = [one for one in llm.resolved.decisions if one.field == "weight_format"]
-    assert (said.asked, said.got) == ("auto", STORED)
+    assert (said.asked, said.got) == ("auto", CHECKPOINT)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -150,7 +150,7 @@ def test_what_no_format_keeps_is_served_as_numbers(name: str) -> None:
     assert weights.measured == weights.predicted == weight_bytes(llm.spec, 4)
     assert tokens(llm, name) == told()[name]["greedy"]
     with pytest.raises(ConfigError, match="no quantized matrices"):
-        served(name, weight_format="stored")
+        served(name, weight_format="checkpoint")
 
 
 # ------------------------------------------------------------------------ refusals
@@ -247,7 +247,7 @@ def test_scales_without_dimensions(tmp_path: Path) -> None:
     llm = LLM(str(folder), device=TEST_DEVICE, num_blocks=64)
     assert torch.equal(llm.logits([1, 2, 3]), want)
     source = ParallelSource(open_checkpoint(folder), torch.device("cpu"), num_readers=1)
-    mine = build_decoder(llm.spec, max_model_len=64, device="cpu", weight_format=STORED)
+    mine = build_decoder(llm.spec, max_model_len=64, device="cpu", weight_format=CHECKPOINT)
     mine.load(source)
     unpacked = LLM(str(folder), weight_format="plain", device=TEST_DEVICE, num_blocks=64)
     torch.testing.assert_close(unpacked.logits([1, 2, 3]), want, atol=1e-3, rtol=1e-3)
@@ -278,8 +278,8 @@ def test_stored_cannot_be_had_of_what_is_not(tmp_path: Path) -> None:
     from tests.tiny_model import make_tiny_model
 
     folder = make_tiny_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match="weight_format stored: no quantized matrices"):
-        LLM(str(folder), weight_format="stored", device=TEST_DEVICE, num_blocks=64)
+    with pytest.raises(ConfigError, match="weight_format checkpoint: no quantized matrices"):
+        LLM(str(folder), weight_format="checkpoint", device=TEST_DEVICE, num_blocks=64)
     assert served(NAMES[0], load_format="random").resolved.weight_format == "plain"
 
 
@@ -299,7 +299,7 @@ def test_a_rank_reads_its_share(name: str, rank: int) -> None:
     options: dict[str, Any] = {"max_model_len": 64, "device": "cpu"}
     options["placement"] = Placement(rank, 2, Alone())
     source = ParallelSource(checkpoint, torch.device("cpu"), num_readers=2, chunk_bytes=300)
-    mine = build_decoder(spec, weight_format=STORED, **options)
+    mine = build_decoder(spec, weight_format=CHECKPOINT, **options)
     wanted = build_decoder(spec, **options)
     mine.load(source)
     wanted.load(unpacked)
@@ -326,6 +326,6 @@ def test_what_cannot_be_split_is_refused_with_the_way_out(name: str, why: str) -
     spec = read_spec(read_config(FILES / name))
     with pytest.raises(ConfigError, match=why) as raised:
         build_decoder(
-            spec, placement=Placement(1, 2, Alone()), max_model_len=64, weight_format=STORED
+            spec, placement=Placement(1, 2, Alone()), max_model_len=64, weight_format=CHECKPOINT
         )
     assert "weight_format plain" in str(raised.value)

@@ -15,7 +15,7 @@ from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.cost.memory_items import weight_items
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.setup import Layout, Precision
-from ridgeline.formats import STORED
+from ridgeline.formats import CHECKPOINT
 from ridgeline.loader import read_config
 from tests.conftest import TEST_DEVICE
 from tests.portable import only_portable
@@ -116,7 +116,7 @@ def test_its_bytes_are_counted_one_by_one(models: tuple[Path, Path]) -> None:
     [weights] = [row for row in served.memory if row.what == "weights"]
     assert weights.measured == weights.predicted
     spec = read_spec(read_config(models[0]))
-    precision = Precision("float32", STORED)
+    precision = Precision("float32", CHECKPOINT)
     assert sum(item.bytes for item in weight_items(spec, Layout(), precision)) == weights.predicted
     kept = 0.0
     for module, (bits, symmetric) in HOW.items():

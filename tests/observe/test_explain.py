@@ -174,7 +174,7 @@ def test_a_live_request_is_explained_up_to_now() -> None:
     assert (request.end, request.num_output_tokens) == ("", 10)
     assert request.latency_s == pytest.approx(made.clock.time)
     assert request.latency_s == pytest.approx(request.floor.total_s)
-    assert not made.run_record.requests.live["r1"].ended
+    assert not made.run_record.requests.active["r1"].ended
 
 
 def test_evidence_crosses_as_json(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_what_leaves_the_engine_for_a_tenant_holds_nothing_of_others() -> None:
     made.engine.step()
     told = asdict(made.run_record.evidence(made.clock.time, ALICE.hex()))
     del told["header"], told["now"]
-    [breakdown] = told.pop("live")
+    [breakdown] = told.pop("active")
     assert breakdown["request_id"] == "r1"
     assert told.pop("totals") == asdict(Totals())
     assert not any(told.values())
@@ -533,7 +533,7 @@ def test_what_the_engine_gathers_is_bounded() -> None:
     made.engine.add(owned(ALICE, ask(600, 5, 5))[0])
     made.engine.step()
     evidence = made.run_record.evidence(made.clock.time)
-    assert [breakdown.request_id for breakdown in evidence.live] == [f"r{i}" for i in range(256)]
+    assert [breakdown.request_id for breakdown in evidence.active] == [f"r{i}" for i in range(256)]
     [request] = own(made, ALICE).requests
     assert request.request_id == "r600"
 

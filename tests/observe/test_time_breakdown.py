@@ -66,7 +66,7 @@ def test_the_parts_sum_to_the_latency(seed: int, in_submit: bool, tmp_path: Path
     """In whatever world: forks, beams, drafts, preemptions, aborts at any moment, faults."""
     print("seed", seed)
     _, time_breakdowns = ticking_world(seed, tmp_path / "log", in_submit=in_submit)
-    assert not time_breakdowns.live
+    assert not time_breakdowns.active
     assert len(time_breakdowns.finished) > 5
     for breakdown in time_breakdowns.finished:
         assert breakdown.ended is not None
@@ -292,4 +292,4 @@ def test_a_finished_list_does_not_grow_for_ever() -> None:
         engine.step()
     assert [breakdown.request_id for breakdown in time_breakdowns.finished] == ["r7", "r8", "r9"]
     assert time_breakdowns.num_finished == 10
-    assert time_breakdowns.live == {}
+    assert time_breakdowns.active == {}

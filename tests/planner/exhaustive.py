@@ -203,7 +203,7 @@ def table(rows: Sequence[Comparison]) -> str:
         chosen, best = row.chosen, row.best
         lines.append(
             f"{row.case.name:28} {row.ratio:5.2f}  "
-            f"{chosen.replicas} x {chosen.estimate.hardware.words} ${chosen.cost:.2f}/h  |  "
-            f"{best.replicas} x {best.estimate.hardware.words} ${best.cost:.2f}/h"
+            f"{chosen.replicas} x {chosen.estimate.hardware.text} ${chosen.cost:.2f}/h  |  "
+            f"{best.replicas} x {best.estimate.hardware.text} ${best.cost:.2f}/h"
         )
     return "\n".join(lines)

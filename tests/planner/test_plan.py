@@ -119,7 +119,9 @@ def test_a_measured_device_needs_as_many_as_an_assumed_one_of_its_speed() -> Non
     assert base is not None
     assert found is not None
     assert found.replicas == base.replicas
-    assert found.estimate.pace.tpot_s == pytest.approx(base.estimate.pace.tpot_s, rel=0.1)
+    assert found.estimate.throughput.tpot_s == pytest.approx(
+        base.estimate.throughput.tpot_s, rel=0.1
+    )
 
 
 def test_shorter_promises_need_more() -> None:

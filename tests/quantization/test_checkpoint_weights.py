@@ -168,8 +168,8 @@ def test_blocks_of_e4m3(rows: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_by_itself_it_is_plain(deterministic: bool) -> None:
-    opened = open_weight_format("stored", deterministic=deterministic)
-    assert opened.name == "stored"
+    opened = open_weight_format("checkpoint", deterministic=deterministic)
+    assert opened.name == "checkpoint"
     assert isinstance(opened, CheckpointWeights)
     assert opened.of([], torch.float32).name == "plain"
     of_plain = opened.of_model(read_spec(config("llama")))

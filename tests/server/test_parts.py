@@ -19,7 +19,7 @@ from ridgeline.request import RequestOutput, SamplingParams
 from ridgeline.server.active_request import ActiveRequest, merge
 from ridgeline.server.auth import ADMIN, ORDINARY, RIGHTS, Keys, Tenant, load_keys
 from ridgeline.server.config import Limits
-from ridgeline.server.deadlines import Pace, enforce
+from ridgeline.server.deadlines import ServiceRate, enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
 from ridgeline.server.replies import EventStream, State
@@ -339,7 +339,7 @@ def test_deadlines(started: bool, now: float, code: str | None) -> None:
     async def go() -> None:
         active = active_of(one_answer())
         active.started = started
-        enforce([active], Limits(), now, Pace())
+        enforce([active], Limits(), now, ServiceRate())
         assert (active.error.code if active.error else None) == code
         if code is not None:
             assert active.admitted.exception() is active.error
@@ -352,15 +352,15 @@ def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
         active, cuts = active_of(one_answer()), []
         active.cut = lambda: cuts.append(1)
         active.started = True
-        enforce([active], Limits(), 14.0, Pace())
+        enforce([active], Limits(), 14.0, ServiceRate())
         assert not active.keepalive_due
-        enforce([active], Limits(), 16.0, Pace())
+        enforce([active], Limits(), 16.0, ServiceRate())
         assert active.keepalive_due
         assert active.changed.is_set()
         active.sending_since = 16.0
-        enforce([active], Limits(), 45.0, Pace())
+        enforce([active], Limits(), 45.0, ServiceRate())
         assert not cuts
-        enforce([active], Limits(), 47.0, Pace())
+        enforce([active], Limits(), 47.0, ServiceRate())
         assert cuts
 
     asyncio.run(go())

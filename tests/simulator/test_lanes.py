@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.cost.pace import static_waste
+from ridgeline.cost.throughput import static_waste
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.simulator.lanes import Lanes
 from ridgeline.simulator.simulation import Machine, Options, Simulation, SimulationReport
@@ -22,7 +22,7 @@ def lanes_of(
         return found[0]
 
     given = Options(**{"max_in_flight": 1, **options})  # type: ignore[arg-type]
-    simulation = Simulation(Machine(OneSecond(), blocks), work, given, journal_of=journal)
+    simulation = Simulation(Machine(OneSecond(), blocks), work, given, listener_of=journal)
     return found[0], simulation.run()
 
 
@@ -90,7 +90,9 @@ def test_every_slot_of_every_step_is_told(seed: int) -> None:
         found.append(Lanes(scheduler))
         return found[-1]
 
-    report = Simulation(world.machine, (), world.options, journal_of=journal).run_jobs(world.jobs())
+    report = Simulation(world.machine, (), world.options, listener_of=journal).run_jobs(
+        world.jobs()
+    )
     lanes = found[0]
     assert sum(piece.num_steps for piece in lanes.pieces) == report.num_steps * lanes.num_slots
     assert len(lanes.preemptions) == sum(r.num_preemptions for r in report.requests)

@@ -11,8 +11,8 @@ import pytest
 
 from ridgeline.architectures import read_spec
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.pace import Load, saturation, static_waste
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.throughput import Load, saturation, static_waste
 from ridgeline.router.policies import LeastLoaded, PrefixAware, RouterPolicy
 from ridgeline.router.policies import Random as ByChance
 from ridgeline.simulator.executor import Speculation

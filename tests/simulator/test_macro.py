@@ -57,11 +57,11 @@ class Diary(Listener):
 def live(world: World) -> tuple[SimulationReport, Diary, object]:
     diaries: list[Diary] = []
 
-    def journal_of(number: int, scheduler: Scheduler) -> Diary:
+    def listener_of(number: int, scheduler: Scheduler) -> Diary:
         diaries.append(Diary(scheduler))
         return diaries[-1]
 
-    simulation = Simulation(world.machine, (), world.options, journal_of=journal_of)
+    simulation = Simulation(world.machine, (), world.options, listener_of=listener_of)
     report = simulation.run_jobs(world.jobs())
     scheduler = simulation.replicas[0].engine.scheduler
     scheduler.check_invariants()

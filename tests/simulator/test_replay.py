@@ -106,7 +106,7 @@ def simulated_log(world: World, path: Path) -> EventLog:
     lines: list[str] = []
     options = world.options
 
-    def journal_of(number: int, scheduler: Scheduler) -> Recorder:
+    def listener_of(number: int, scheduler: Scheduler) -> Recorder:
         header = header_of(
             scheduler,
             policy=options.policy,
@@ -115,7 +115,7 @@ def simulated_log(world: World, path: Path) -> EventLog:
         )
         return Recorder(lines.append, header, b"key")
 
-    Simulation(world.machine, (), options, journal_of=journal_of).run_jobs(world.jobs())
+    Simulation(world.machine, (), options, listener_of=listener_of).run_jobs(world.jobs())
     path.write_text("".join(lines), encoding="utf-8")
     return read_event_log(path)
 
@@ -138,7 +138,7 @@ def test_drafts_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_pa
     lines: list[str] = []
     setup = setup_record(small_setup(), CONFIG)
 
-    def journal_of(number: int, scheduler: Scheduler) -> Recorder:
+    def listener_of(number: int, scheduler: Scheduler) -> Recorder:
         header = header_of(
             scheduler,
             policy="fcfs",
@@ -157,7 +157,7 @@ def test_drafts_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_pa
             speculation=Speculation(8, (0.8, 0.7, 0.5, 0.5, 0.4, 0.4, 0.4, 0.4), is_chosen=True),
         ),
         rng=random.Random(2),
-        journal_of=journal_of,
+        listener_of=listener_of,
     )
     simulation.run()
     path = tmp_path / "log.jsonl"

@@ -329,7 +329,7 @@ def test_steps_in_which_many_end_say_nothing(is_overlapped: bool) -> None:
 
 
 def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
-    """The pace is known from steps that met something else: what is new must not make up for it."""
+    """The slowdown is known from steps that met something else: a new k must not make up for it."""
     times = StepTimes(Line().seconds, (0, 1, 2))
     world = World(Line(), 4, lambda _: 0.5, seed=1)
     prices = {k: Line().seconds(4, 1000, k) for k in (0, 1)}

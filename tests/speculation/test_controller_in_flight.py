@@ -165,7 +165,7 @@ def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() ->
 
 
 def test_what_is_known_well_does_not_follow_a_machine_that_swings() -> None:
-    """Its pace is another each time another number of drafts follows, up to twofold."""
+    """Its slowdown is another each time another number of drafts follows, up to twofold."""
     times, rng = StepTimes(Flat().seconds, (0, 1, 2)), Random(5)
     cost = {0: 1.0, 1: 1.5, 2: 1.8}
     kinds = [0, 1, 2] * 40

@@ -76,12 +76,12 @@ def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
     assert report.by_position == (1.0, 0.5, 1.0)
     assert report.drafting_share == pytest.approx(0.75 / 9.75)
     assert report.drafting_share + report.verifying_share == pytest.approx(1.0)
-    drafts, speed = report.words(is_calibrated=True)
+    drafts, speed = report.lines(is_calibrated=True)
     assert "3.00 tokens a row" in drafts
     assert "by price" in speed
     assert "measured speed" in speed
-    assert "by price" not in " ".join(report.words(is_calibrated=False))
-    assert len(first.words(is_calibrated=False)) == 1  # a gain over assumed prices is none
+    assert "by price" not in " ".join(report.lines(is_calibrated=False))
+    assert len(first.lines(is_calibrated=False)) == 1  # a gain over assumed prices is none
 
 
 def test_what_a_look_up_has_not_found_was_not_wrong() -> None:

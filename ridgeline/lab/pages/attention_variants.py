@@ -19,9 +19,9 @@ from ridgeline.architectures.counts import (
     layer_kv_bytes,
 )
 from ridgeline.architectures.spec import AttentionSpec, LatentSpec, LayerSpec, ModelSpec
-from ridgeline.cost.pace import decode_shape
 from ridgeline.cost.roofline import StepCost, step_cost
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.throughput import decode_shape
 from ridgeline.errors import RequestFault
 from ridgeline.figures import memory, number, percent, seconds
 from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, setup_of

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import msgspec
 
-from ridgeline.cost.pace import static_waste
 from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.throughput import static_waste
 from ridgeline.errors import RequestFault
 from ridgeline.figures import number, percent, seconds
 from ridgeline.lab.machine import Device, Kind, Model, Weights, kind_of, pricer_of
@@ -224,7 +224,7 @@ def lane_of(inputs: Inputs, work: Workload, *, is_static: bool) -> Lane:
         max_num_batched_tokens=max(inputs.budget, inputs.slots),
         block_size=BLOCK_SIZE,
     )
-    report = Simulation(_machine(inputs, work), work, options, journal_of=listener).run()
+    report = Simulation(_machine(inputs, work), work, options, listener_of=listener).run()
     lanes, summary = found[0], report.summary()
     longest = max((one.end_s - one.start_s) / one.num_steps for one in report.steps)
     return _lane("static" if is_static else "continuous", lanes, summary, longest)
@@ -294,11 +294,11 @@ def _figures(inputs: Inputs, work: Workload, drawing: Drawing) -> list[Figure]:
     found = [
         Figure(
             "empty in the first batch, if static", waste, "slot-steps", "ideal", formula,
-            "ridgeline.cost.pace.static_waste",
+            "ridgeline.cost.throughput.static_waste",
         ),
         Figure(
             "share of that batch", 100 * waste / (len(first) * longest), "%", "ideal",
-            f"{waste:,} / ({len(first)} x {longest})", "ridgeline.cost.pace.static_waste",
+            f"{waste:,} / ({len(first)} x {longest})", "ridgeline.cost.throughput.static_waste",
         ),
     ]  # fmt: skip
     for lane in (static, other):

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.money import (
     Band,
@@ -26,11 +27,10 @@ from ridgeline.cost.money import (
     requests_to_pay,
     split_cost,
 )
-from ridgeline.cost.pace import Load, Pace, pace
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Layout
-from ridgeline.cost.steady import batch_limit, check_context, token_budget
-from ridgeline.cost.ways_to_fit import Limits
+from ridgeline.cost.steady_state import batch_limit, check_context, token_budget
+from ridgeline.cost.throughput import Load, Throughput, throughput
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent
 from ridgeline.lab.machine import WEIGHTS, Model, kind_of, pricer_of
@@ -155,7 +155,7 @@ class _Case:
         if inputs.batch > self.most:
             raise ConfigError(_no_room(inputs, self.most))
         self.price = self._price()
-        self.pace = self.pace_at(inputs.batch)
+        self.rates = self.rates_at(inputs.batch)
 
     def _price(self) -> Band:
         if self.inputs.price:
@@ -170,8 +170,8 @@ class _Case:
     def load(self, batch: int) -> Load:
         return Load(batch, self.inputs.num_input, self.inputs.num_output, self.budget)
 
-    def pace_at(self, batch: int) -> Pace:
-        return pace(self.pricer, self.load(batch), stages=1)
+    def rates_at(self, batch: int) -> Throughput:
+        return throughput(self.pricer, self.load(batch), stages=1)
 
     def per_million(self, price: float, tokens_per_s: float) -> float:
         inputs = self.inputs
@@ -180,20 +180,20 @@ class _Case:
         )
 
     def point(self, batch: int) -> Point:
-        pace = self.pace_at(batch)
-        every = pace.request_rate * pace.load.num_tokens
+        rates = self.rates_at(batch)
+        every = rates.request_rate * rates.load.num_tokens
         band = self.price.map(lambda price: self.per_million(price, every))
         return Point(
-            batch, pace.tokens_per_s_per_user, pace.tokens_per_s, band.low, band.mid, band.high
+            batch, rates.tokens_per_s_per_user, rates.tokens_per_s, band.low, band.mid, band.high
         )
 
     def split(self, price: float) -> SplitCost:
         """By the time that prompt and answer tokens keep the devices busy."""
-        pace, inputs = self.pace, self.inputs
+        rates, inputs = self.rates, self.inputs
         return split_cost(
             price,
-            pace.prompt_share / (pace.request_rate * inputs.num_input),
-            (1 - pace.prompt_share) / pace.tokens_per_s,
+            rates.prompt_share / (rates.request_rate * inputs.num_input),
+            (1 - rates.prompt_share) / rates.tokens_per_s,
             num_devices=inputs.tp,
             utilisation=inputs.utilisation,
         )
@@ -227,11 +227,11 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
     chosen = case.point(inputs.batch)
     batches = sorted({b for b in BATCHES if b <= min(case.most, case.budget)} | {inputs.batch})
     api = SplitCost(inputs.api_input, inputs.api_output)
-    blended_api = api.request(inputs.num_input, inputs.num_output) / case.pace.load.num_tokens * 1e6
+    api_blend = api.request(inputs.num_input, inputs.num_output) / case.rates.load.num_tokens * 1e6
     owned = Ownership(
         inputs.capex, device_kilowatts(case.device), inputs.dollars_per_kwh, years=inputs.years
     )
-    every = case.pace.request_rate * case.pace.load.num_tokens
+    every = case.rates.request_rate * case.rates.load.num_tokens
     own = per_million_tokens(owned.per_hour(inputs.utilisation), every, num_devices=inputs.tp)
     splits = case.price.map(lambda p: case.split(p).input_per_million)
     answers = case.price.map(lambda p: case.split(p).output_per_million)
@@ -241,10 +241,10 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         [
             Bar("prompt", splits.low, splits.mid, splits.high, inputs.api_input),
             Bar("answer", answers.low, answers.mid, answers.high, inputs.api_output),
-            Bar("all tokens", chosen.low, chosen.mid, chosen.high, blended_api),
+            Bar("all tokens", chosen.low, chosen.mid, chosen.high, api_blend),
         ],
         own,
-        blended_api,
+        api_blend,
         case.most,
     )
     hourly = case.price.mid * inputs.tp
@@ -265,7 +265,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
 
 def _sentence(case: _Case, drawing: Drawing, pays: float) -> str:
     inputs, answers = case.inputs, drawing.bars[1]
-    most = case.pace.request_rate * HOUR_S
+    most = case.rates.request_rate * HOUR_S
     against = (
         f"from {number(pays)} requests an hour, {percent(pays / most, 0)} of what it can do, it is"
         " cheaper than the API"
@@ -283,19 +283,19 @@ def _sentence(case: _Case, drawing: Drawing, pays: float) -> str:
 
 # fmt: off
 def _figures(case: _Case, drawing: Drawing, owned: Ownership, pays: float) -> list[Figure]:
-    inputs, pace, kind = case.inputs, case.pace, kind_of(case.pricer.setup.constants.origin)
+    inputs, rates, kind = case.inputs, case.rates, kind_of(case.pricer.setup.constants.origin)
     prompt, answers, blended = drawing.bars
     hourly = f"{number(case.price.mid)} $/h x {inputs.tp}"
     busy = f"{number(inputs.utilisation)}"
-    every = pace.request_rate * pace.load.num_tokens
+    every = rates.request_rate * rates.load.num_tokens
     kilowatts = device_kilowatts(case.device)
     kwh = kwh_per_million_tokens(
-        kilowatts, pace.tokens_per_s, num_devices=inputs.tp, utilisation=inputs.utilisation
+        kilowatts, rates.tokens_per_s, num_devices=inputs.tp, utilisation=inputs.utilisation
     )
     against = own_versus_rent(owned, case.price.mid, utilisation=inputs.utilisation)
     request = case.split(case.price.mid).request(inputs.num_input, inputs.num_output)
-    s_in = pace.prompt_share / (pace.request_rate * inputs.num_input)
-    s_out = (1 - pace.prompt_share) / pace.tokens_per_s
+    s_in = rates.prompt_share / (rates.request_rate * inputs.num_input)
+    s_out = (1 - rates.prompt_share) / rates.tokens_per_s
     found = [
         Figure("prompt tokens", prompt.mid, "$/1M", kind,
             f"{hourly} / 3600 / {busy} x {number(s_in * 1e6)} us of the device x 1e6",
@@ -311,7 +311,7 @@ def _figures(case: _Case, drawing: Drawing, owned: Ownership, pays: float) -> li
             f" {number(answers.mid)}) / 1e6",
             WHERE + "SplitCost.request"),
         Figure("energy of a million answer tokens", kwh, "kWh", kind,
-            f"{number(kilowatts)} kW x {inputs.tp} x 1e6 / ({number(pace.tokens_per_s)} tokens/s x"
+            f"{number(kilowatts)} kW x {inputs.tp} x 1e6 / ({number(rates.tokens_per_s)} tokens/s x"
             f" {busy}) / 3600",
             WHERE + "kwh_per_million_tokens"),
         Figure("an hour of use of an owned device", against.own_per_hour, "$/h", "assumed",
@@ -322,7 +322,7 @@ def _figures(case: _Case, drawing: Drawing, owned: Ownership, pays: float) -> li
     if isfinite(pays):
         found.append(
             Figure("cheaper than the API from", pays, "requests/h", "assumed",
-                f"{hourly} / {number(drawing.api * pace.load.num_tokens / 1e6)} $ a request",
+                f"{hourly} / {number(drawing.api * rates.load.num_tokens / 1e6)} $ a request",
                 WHERE + "requests_to_pay")
         )
     if against.break_even is not None:

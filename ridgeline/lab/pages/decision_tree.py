@@ -26,7 +26,7 @@ from ridgeline.planner.estimate import Estimate, Priced, estimates_of, under
 from ridgeline.planner.plan import (
     Plan,
     commands,
-    count_words,
+    count_text,
     dollars,
     plan,
     promise_flags,
@@ -125,7 +125,7 @@ class Leaf(msgspec.Struct, frozen=True):
     overload: str
     why_none: str
     reasons: list[list[str]]
-    flips: list[str]
+    sensitivity: list[str]
 
 
 class Drawing(msgspec.Struct, frozen=True):
@@ -229,14 +229,14 @@ def _leaf(found: Plan) -> Leaf:
         return Leaf("no plan", "", "", 0, "", found.why_none, [], [])
     lines = commands(found.question, best) if found.winner is not None else ("",)
     return Leaf(
-        count_words(best),
+        count_text(best),
         dollars(best),
         lines[0],
         len(lines) - 1,
         promise_flags(found.question),
         "" if found.winner is not None else best.estimate.hardware.why_not_served,
         [[one.what, one.choice, one.because] for one in reasons(found)],
-        [one.words for one in found.sensitivity],
+        [one.text for one in found.sensitivity],
     )
 
 
@@ -246,14 +246,14 @@ def _sentence(inputs: Inputs, found: Plan) -> str:
         return f"For {inputs.traffic} with {inputs.size} there is no plan: {found.why_none}."
     question = found.question
     said = (
-        f"{count_words(best)} for {dollars(best)}: {percent(best.validation.share, 0)} of the"
+        f"{count_text(best)} for {dollars(best)}: {percent(best.validation.share, 0)} of the"
         f" simulated requests begin within {number(question.ttft_s)} s and go on with"
         f" {number(question.tpot_s * 1e3)} ms a token"
     )
     if found.winner is None:
         return f"{said}, but this version does not serve {best.estimate.hardware.why_not_served}."
     if found.sensitivity:
-        return f"{said}; {found.sensitivity[0].words}."
+        return f"{said}; {found.sensitivity[0].text}."
     return said + "."
 
 
@@ -299,7 +299,7 @@ def _choices_table(drawing: Drawing) -> Table:
 def _out_table(found: Plan) -> Table:
     """The best of each hardware, and why others are out."""
     rows: list[list[str | float]] = [
-        [one.hardware.words, one.kind, one.because] for one in found.out[:40]
+        [one.hardware.text, one.kind, one.because] for one in found.out[:40]
     ]
     return Table("What is out, and why", ["hardware", "how", "because"], rows)
 
@@ -311,12 +311,12 @@ def _questions(inputs: Inputs, found: Plan, drawing: Drawing) -> list[Question]:
         for one in branch.choices
         if not one.is_taken and one.device != _taken(branch).device
     ]
-    flips = "; ".join(f"{name}: {leads}" for name, leads in changes[:4])
+    shown = "; ".join(f"{name}: {leads}" for name, leads in changes[:4])
     same = sum(len(branch.choices) - 1 for branch in drawing.branches) - len(changes)
     return [
         Question(
             "Which other answers lead to other hardware?",
-            f"{len(changes)} of {len(changes) + same}" + (f", such as {flips}." if flips else "."),
+            f"{len(changes)} of {len(changes) + same}" + (f", such as {shown}." if shown else "."),
         ),
         Question(
             "Why not simply the rule fits one device: quantize; else tensor parallel; else stages?",

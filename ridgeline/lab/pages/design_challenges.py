@@ -13,7 +13,7 @@ import msgspec
 
 from ridgeline.cost.memory import KV_CACHE
 from ridgeline.cost.memory_items import WEIGHTS
-from ridgeline.cost.pace import closed_loop_rate, in_flight, replicas, request_seconds
+from ridgeline.cost.throughput import closed_loop_rate, in_flight, replicas, request_seconds
 from ridgeline.figures import number, percent, scaled, seconds
 from ridgeline.lab.fleet import Fleet
 from ridgeline.lab.judge import SHEETS, Check, Verdict, binding_of, checks_of, judged
@@ -60,7 +60,7 @@ class Drawing(msgspec.Struct, frozen=True):
     """`dots` are (arrival, time to the whole answer), in seconds, of `num_run` replicas. `alone_s`:
     what a lone request takes. `binding` says in a few words what is in the way."""
 
-    words: str
+    text: str
     checks: list[Check]
     is_met: bool
     binding: str
@@ -106,7 +106,7 @@ def _answered(inputs: Inputs, found: Verdict) -> Answer[Drawing]:
         ended = [one for one in report.requests if one.e2e_s is not None]
         dots = [(round(r.arrival_s, 3), round(r.e2e_s, 4)) for r in thinned(ended, MAX_DOTS)]
     drawing = Drawing(
-        sheet.words,
+        sheet.text,
         checks,
         all(one.is_met for one in checks),
         binding_of(found, checks),
@@ -186,7 +186,7 @@ def _figures(found: Verdict) -> list[Figure]:
         figures.append(
             Figure("time per token that may be", room, "s", "ideal",
                    f"({seconds(sheet.answer_s)} - {seconds(sheet.ttft_s or READ_S)}) / {tokens}",
-                   "ridgeline.cost.pace.request_seconds")
+                   "ridgeline.cost.throughput.request_seconds")
         )  # fmt: skip
     if (summary := found.summary) is None:
         return figures
@@ -199,15 +199,15 @@ def _figures(found: Verdict) -> list[Figure]:
                "ridgeline.simulator.simulation.Simulation.run"),
         Figure("requests that are there, at least", there, "requests", badge,
                f"{number(sheet.rate)}/s x {seconds(found.alone_s)}; there are {places} places",
-               "ridgeline.cost.pace.in_flight"),
+               "ridgeline.cost.throughput.in_flight"),
         Figure("capacity", found.capacity, "requests/s", badge,
                "from the growth of the queue" if found.is_full else "in closed form",
                "ridgeline.simulator.sweep.capacity_seen" if found.is_full
-               else "ridgeline.cost.pace.saturation"),
+               else "ridgeline.cost.throughput.saturation"),
         Figure("replicas that carry it", replicas(sheet.rate, found.capacity / fleet.replicas),
                "replicas", badge,
                f"{number(sheet.rate)} / {number(found.capacity / fleet.replicas)}, rounded up",
-               "ridgeline.cost.pace.replicas"),
+               "ridgeline.cost.throughput.replicas"),
         Figure("whole answer, mean", e2e, "s", badge, count, SUMMARY),
         Figure("whole answer, p99", summary.e2e_s.p99 or 0.0, "s", badge, count, SUMMARY),
         Figure("first token, p99", summary.ttft_s.p99 or 0.0, "s", badge, count, SUMMARY),

@@ -14,10 +14,10 @@ from ridgeline.cost.money import (
     rent_band,
     tokens_per_dollar,
 )
-from ridgeline.cost.pace import Load, pace
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.steady import Steady, context_limit, steady, token_budget
+from ridgeline.cost.steady_state import SteadyState, context_limit, steady_state, token_budget
+from ridgeline.cost.throughput import Load, throughput
 from ridgeline.errors import DoesNotFit, RequestFault
 from ridgeline.figures import memory, number, percent, seconds
 from ridgeline.lab.machine import (
@@ -33,7 +33,7 @@ from ridgeline.lab.machine import (
 )
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
-STEADY = "ridgeline.cost.steady.steady"
+STEADY = "ridgeline.cost.steady_state.steady_state"
 MEANS = {"KV cache": "kv", "working space": "activations", "graphs": "activations"}
 
 
@@ -115,7 +115,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
             param="prompt",
         )
     try:
-        found = steady(
+        found = steady_state(
             setup, batch=inputs.requests, num_input=inputs.prompt, num_output=inputs.output
         )
     except DoesNotFit as fault:
@@ -133,7 +133,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         found.max_batch,
         points,
         found.ttft_s,
-        found.pace.e2e_s,
+        found.throughput.e2e_s,
         [Part(part.what, max(0.0, part.seconds)) for part in found.tpot_parts],
         found.tokens_per_s_per_user,
         found.tokens_per_s,
@@ -157,12 +157,12 @@ def _million(dollars: float, rate: float, setup: Setup) -> float:
     return per_million_tokens(dollars, rate, num_devices=setup.layout.devices)
 
 
-def _points(setup: Setup, inputs: Inputs, found: Steady, price: Band | None) -> list[Point]:
+def _points(setup: Setup, inputs: Inputs, found: SteadyState, price: Band | None) -> list[Point]:
     """Fewer and more requests at once, as far as memory goes."""
     pricer, budget, points = Pricer(setup), token_budget(setup), []
     sizes = {1 << n for n in range(10)} | {inputs.requests, min(found.max_batch, 512)}
     for size in sorted(size for size in sizes if size <= found.max_batch):
-        one = pace(pricer, Load(size, inputs.prompt, inputs.output, budget))
+        one = throughput(pricer, Load(size, inputs.prompt, inputs.output, budget))
         rate = one.tokens_per_s
         dollars = None if price is None else _million(price.mid, rate, setup)
         points.append(Point(size, one.tokens_per_s_per_user, rate, dollars))
@@ -212,7 +212,7 @@ def _no_room(inputs: Inputs, setup: Setup, fault: DoesNotFit) -> Answer[Drawing]
 # ------------------------------------------------------------------------ in words
 
 
-def _sentence(inputs: Inputs, found: Steady, drawing: Drawing) -> str:
+def _sentence(inputs: Inputs, found: SteadyState, drawing: Drawing) -> str:
     cost = "" if drawing.dollars is None else f", at ${drawing.dollars.mid:.2f} a million"
     return (
         f"{inputs.requests} {'request gets' if inputs.requests == 1 else 'requests get'} "
@@ -222,7 +222,9 @@ def _sentence(inputs: Inputs, found: Steady, drawing: Drawing) -> str:
     )
 
 
-def _figures(inputs: Inputs, found: Steady, drawing: Drawing, price: Band | None) -> list[Figure]:
+def _figures(
+    inputs: Inputs, found: SteadyState, drawing: Drawing, price: Band | None
+) -> list[Figure]:
     setup, kind = found.setup, kind_of(found.origin)
     tpot, weights = found.tpot_s, found.memory.weight_bytes
     bandwidth = setup.device.bandwidth
@@ -234,13 +236,13 @@ def _figures(inputs: Inputs, found: Steady, drawing: Drawing, price: Band | None
         ),
         Figure(
             "Tokens a second of all", drawing.all, "tok/s", kind,
-            f"{inputs.requests} requests x {inputs.output} tokens / {seconds(found.pace.e2e_s)} "
-            "from arrival to end", STEADY,
+            f"{inputs.requests} requests x {inputs.output} tokens / "
+            f"{seconds(found.throughput.e2e_s)} from arrival to end", STEADY,
         ),
         Figure(
             "Between two tokens", tpot * 1e3, "ms", kind,
             " + ".join(f"{seconds(part.seconds)} {part.what}" for part in drawing.token_parts),
-            "ridgeline.cost.steady.Steady.tpot_parts",
+            "ridgeline.cost.steady_state.SteadyState.tpot_parts",
         ),
         Figure(
             "Floor of that: weights alone", weights / bandwidth * 1e3, "ms", "ideal",
@@ -251,7 +253,7 @@ def _figures(inputs: Inputs, found: Steady, drawing: Drawing, price: Band | None
         Figure(
             "First token", found.ttft_s * 1e3, "ms", kind,
             " + ".join(f"{seconds(p.seconds)} {p.what}" for p in found.ttft_parts if p.seconds > 0),
-            "ridgeline.cost.steady.Steady.ttft_parts",
+            "ridgeline.cost.steady_state.SteadyState.ttft_parts",
         ),
     ]  # fmt: skip
     if price is None or drawing.dollars is None:
@@ -295,7 +297,7 @@ def _tables(drawing: Drawing) -> list[Table]:
     ]  # fmt: skip
 
 
-def _questions(inputs: Inputs, found: Steady, drawing: Drawing) -> list[Question]:
+def _questions(inputs: Inputs, found: SteadyState, drawing: Drawing) -> list[Question]:
     one, most = drawing.points[0], max(drawing.points, key=lambda point: point.all)
     ideal, whole = found.decode.ideal_s, found.tpot_s
     asked = [

@@ -15,19 +15,19 @@ from ridgeline import figures
 from ridgeline.architectures.counts import kv_bytes, kv_bytes_per_token, num_visible
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import (
     MemoryItem,
     block_bytes,
+    fit_suggestions,
     fixed_items,
     free_blocks,
     ideal_sequences,
     stage_kv_bytes_per_token,
-    ways_to_fit,
 )
 from ridgeline.cost.memory_items import WEIGHTS
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.steady import token_budget
-from ridgeline.cost.ways_to_fit import Limits
+from ridgeline.cost.steady_state import token_budget
 from ridgeline.lab.block_pool import CHUNK, Pool, Shape, led_pool
 from ridgeline.lab.machine import (
     Cache,
@@ -154,7 +154,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         reserved_fit=found.reserved(limits.max_model_len),
         longest=limits.max_model_len,
         pool=pool,
-        ways=[] if num_blocks > 0 else [way.text for way in ways_to_fit(setup, limits)],
+        ways=[] if num_blocks > 0 else [way.text for way in fit_suggestions(setup, limits)],
     )
     weight_bytes = sum(item.bytes for item in fixed if item.what in WEIGHTS)
     return Answer(

@@ -22,8 +22,8 @@ from ridgeline.cost.hierarchy import (
 )
 from ridgeline.cost.memory_items import weight_items
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.pace import decode_shape
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.throughput import decode_shape
 from ridgeline.figures import memory, number, scaled, seconds
 from ridgeline.lab.machine import Cache, Device, Model, Weights, setup_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control

@@ -15,16 +15,16 @@ import msgspec
 
 from ridgeline.architectures.parts import parts
 from ridgeline.cost.communication import ring_s, wire
+from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import KV_CACHE, needed_items
 from ridgeline.cost.memory_items import WEIGHTS as WEIGHT_ITEMS
 from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.ops import COLLECTIVES
-from ridgeline.cost.pace import decode_shape, pipeline_bubble
 from ridgeline.cost.pipeline import Pipeline, PipelineStep, micro_batches
 from ridgeline.cost.roofline import OpCost
 from ridgeline.cost.setup import Layout, Setup
-from ridgeline.cost.steady import token_budget
-from ridgeline.cost.ways_to_fit import Limits
+from ridgeline.cost.steady_state import token_budget
+from ridgeline.cost.throughput import decode_shape, pipeline_bubble
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent, scaled, seconds
 from ridgeline.lab.machine import WEIGHTS, Device, Model, kind_of, pricer_of, spec_of
@@ -262,7 +262,7 @@ def _grid(model: str, device: str, weights: str, batch: int, context: int) -> tu
 def _grid_table(inputs: Inputs, grid: tuple[Spread, ...]) -> Table:
     rows: list[list[str | float]] = [
         [
-            way.layout.words, way.layout.devices, way.memory_bytes / 1e9,
+            way.layout.text, way.layout.devices, way.memory_bytes / 1e9,
             "yes" if way.fits else "no", 1e3 * way.tpot_s, 1e3 * way.ttft_s, way.tokens_per_s,
             way.tokens_a_device, "*" if is_best(way, grid) else "",
         ]
@@ -312,7 +312,7 @@ def _sentence(case: _Case, run: PipelineStep, drawing: Drawing) -> str:
     if layout.pp > 1:
         parts_s.append(f"{percent(run.bubble)} waiting for other stages")
     return (
-        f"{layout.devices} x {inputs.device} ({replace(layout, replicas=1).words}): {holds}; a"
+        f"{layout.devices} x {inputs.device} ({replace(layout, replicas=1).text}): {holds}; a"
         f" {what} of {inputs.batch} requests takes {seconds(run.total_s)}"
         + (f", {' and '.join(parts_s)}" if parts_s else "")
         + "."
@@ -345,7 +345,7 @@ def _figures(case: _Case, run: PipelineStep, costs: tuple[OpCost, ...]) -> list[
                 "1 - working time of all stages / (stages x step)",
                 PIPELINE + "PipelineStep.bubble"),
             Figure("bubble of equal stages", 100 * pipeline_bubble(p, m), "%", "ideal",
-                f"({p} - 1) / ({m} + {p} - 1)", "ridgeline.cost.pace.pipeline_bubble"),
+                f"({p} - 1) / ({m} + {p} - 1)", "ridgeline.cost.throughput.pipeline_bubble"),
         ]
     if layout.tp > 1:
         found += _message_figures(case, costs)

@@ -13,9 +13,9 @@ import msgspec
 
 from ridgeline import demo
 from ridgeline.architectures.counts import weight_bytes
-from ridgeline.cost.pace import decode_shape
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Precision
+from ridgeline.cost.throughput import decode_shape
 from ridgeline.figures import number, percent
 from ridgeline.formats import weight_line
 from ridgeline.lab.machine import Device, Model, kind_of, pricer_of, spec_of
@@ -325,7 +325,7 @@ def _formats_table(inputs: Inputs, drawing: Drawing) -> Table:
                 signal_to_noise_db(error) if error else "exact",
                 curve.tokens_per_s[0],
                 curve.tokens_per_s[-1],
-                "yes" if precision.fast_on(*device.words) else "no",
+                "yes" if precision.fast_on(*device.traits) else "no",
             ]
         )
     columns = [

@@ -67,7 +67,7 @@ function leaf(h, leaf) {
     ${leaf.command && h`<div class="formula command"><code>${leaf.command}</code> <button type="button" onClick=${copy}>copy</button></div>`}
     ${leaf.others > 0 && h`<p class="unit">and ${leaf.others} more like it, each on a device and port of its own</p>`}
     ${leaf.command && h`<p class="unit">to refuse what would break the promise, add <code>${leaf.overload}</code></p>`}
-    ${leaf.flips.length > 0 && h`<div><b>What would flip it</b><ul>${leaf.flips.map((/** @type {string} */ one) => h`<li key=${one}>${one}</li>`)}</ul></div>`}
+    ${leaf.sensitivity.length > 0 && h`<div><b>What would flip it</b><ul>${leaf.sensitivity.map((/** @type {string} */ one) => h`<li key=${one}>${one}</li>`)}</ul></div>`}
     ${leaf.reasons.length > 0 && h`<details><summary>Why each part is as it is</summary><ul>${leaf.reasons.map((/** @type {string[]} */ one) => h`<li key=${one[0]}><b>${one[0]} ${one[1]}</b>: ${one[2]}</li>`)}</ul></details>`}
   </div>`;
 }

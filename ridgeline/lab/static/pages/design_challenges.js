@@ -22,7 +22,7 @@ function sheet(h, d, inputs, width) {
     <title id="dc-title">The sheet: ${inputs.challenge}</title>
     <desc id="dc-desc">${word}. ${d.checks.map((/** @type {any} */ one) => `${one.name}: ${one.had}, ${one.limit}: ${one.is_met ? "kept" : "not kept"}`).join(". ")}</desc>
     <text class="strong" x="4" y="18" font-size="15">${inputs.challenge}</text>
-    ${isNarrow ? lines(d.words, Math.floor(width / 6.3)).map((text, i) => h`<text key=${i} class="muted" x="4" y=${36 + i * 15}>${text}</text>`) : h`<text class="muted" x="4" y="37">${d.words}</text>`}
+    ${isNarrow ? lines(d.text, Math.floor(width / 6.3)).map((text, i) => h`<text key=${i} class="muted" x="4" y=${36 + i * 15}>${text}</text>`) : h`<text class="muted" x="4" y="37">${d.text}</text>`}
     <g><rect x=${width - (d.is_met ? 62 : 100)} y=${isNarrow ? 62 : 4} width=${d.is_met ? 60 : 98} height="25" rx="12" fill="none" stroke=${fill} stroke-width="2" /><text class="strong" x=${width - (d.is_met ? 32 : 51)} y=${isNarrow ? 79 : 21} text-anchor="middle" fill=${fill} font-size="13">${word}</text></g>
     ${!isNarrow && d.binding && h`<text x=${width - 4} y="47" text-anchor="end" fill="var(--bad)">in the way: ${d.binding}</text>`}
     <line x1=${x(1)} x2=${x(1)} y1=${top - 6} y2=${high - 4} stroke="var(--text)" stroke-width="1.5" />

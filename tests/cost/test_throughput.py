@@ -9,14 +9,15 @@ from random import Random
 import pytest
 
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.pace import (
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.throughput import (
     Load,
     closed_loop_rate,
     cycle,
     in_flight,
     largest_batch,
     mixed_shape,
-    pace,
     people,
     pipeline_bubble,
     prompt_seconds,
@@ -24,9 +25,8 @@ from ridgeline.cost.pace import (
     request_seconds,
     saturation,
     static_waste,
+    throughput,
 )
-from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.simulator.simulation import Options, Simulation
 from ridgeline.simulator.workload import Arrival
@@ -107,7 +107,7 @@ def stepped(pricer: Line, load: Load, requests: int) -> tuple[float, float, floa
     ids=str,
 )
 def test_the_closed_form_is_what_stepping_gives(load: Load) -> None:
-    found = pace(Line(), load)
+    found = throughput(Line(), load)
     ttft, tpot, rate = stepped(Line(), load, 30 * load.batch)
     assert found.request_rate == pytest.approx(rate, rel=0.12)
     assert found.tpot_s == pytest.approx(tpot, rel=0.15)
@@ -128,7 +128,7 @@ def test_the_closed_form_is_what_the_real_scheduler_does(load: Load) -> None:
     ends = sorted(request.finished_s or 0.0 for request in done)[2 * load.batch : 10 * load.batch]
     rate = (len(ends) - 1) / (ends[-1] - ends[0])
     gaps = [request.tpot_s or 0.0 for request in done[2 * load.batch : 10 * load.batch]]
-    found = pace(Pricer(setup), load)
+    found = throughput(Pricer(setup), load)
     assert found.request_rate == pytest.approx(rate, rel=0.06), "seed 1"
     assert found.tpot_s == pytest.approx(sum(gaps) / len(gaps), rel=0.06), "seed 1"
 
@@ -136,7 +136,7 @@ def test_the_closed_form_is_what_the_real_scheduler_does(load: Load) -> None:
 def test_one_request_alone_is_exact() -> None:
     load = Load(1, 2500, 101, 1000)
     line = Line(token_s=1e-5)
-    found = pace(line, load)
+    found = throughput(line, load)
     prompt = 3 * 0.01 + (0 + 1000 + 2000) * 1e-8
     assert found.ttft_s == pytest.approx(prompt)
     assert found.prompt_alone_s == pytest.approx(prompt)
@@ -153,7 +153,7 @@ def test_a_prompt_of_thousands_of_chunks_takes_few_prices() -> None:
 
 
 def test_little_holds() -> None:
-    found = pace(Line(), Load(24, 700, 130))
+    found = throughput(Line(), Load(24, 700, 130))
     assert in_flight(found.request_rate, found.e2e_s) == pytest.approx(24)
     assert found.tokens_per_s == pytest.approx(found.request_rate * 130)
 
@@ -181,7 +181,7 @@ def test_a_chunk_of_the_average_step_is_from_the_middle_of_its_prompt() -> None:
 
 
 def test_more_requests_are_slower_each_and_faster_together() -> None:
-    each = [pace(Line(), Load(batch, 400, 200)) for batch in (1, 4, 16, 64, 256)]
+    each = [throughput(Line(), Load(batch, 400, 200)) for batch in (1, 4, 16, 64, 256)]
     assert [p.tpot_s for p in each] == sorted(p.tpot_s for p in each)
     assert [p.tokens_per_s for p in each] == sorted(p.tokens_per_s for p in each)
     assert each[0].tokens_per_s_per_user > each[-1].tokens_per_s_per_user
@@ -192,29 +192,29 @@ def test_the_batch_follows_from_the_promise() -> None:
     promise = 0.03
     most = largest_batch(Line(), load, 1000, promise)
     assert 1 < most < 1000
-    assert pace(Line(), replace(load, batch=most)).tpot_s <= promise
-    assert pace(Line(), replace(load, batch=most + 1)).tpot_s > promise
+    assert throughput(Line(), replace(load, batch=most)).tpot_s <= promise
+    assert throughput(Line(), replace(load, batch=most + 1)).tpot_s > promise
     assert largest_batch(Line(), load, 1000, 0.001) == 0
     assert largest_batch(Line(), load, 3, promise) == 3
 
 
 def test_saturation_is_the_pace_at_the_limit() -> None:
     load = Load(1, 400, 200, 512)
-    assert saturation(Line(), load, 64) == pace(Line(), replace(load, batch=64))
+    assert saturation(Line(), load, 64) == throughput(Line(), replace(load, batch=64))
     assert saturation(Line(), load, 10_000).load.batch == 512  # each needs a token of the budget
 
 
 def test_shares_of_prompts_and_answers() -> None:
-    prompts = pace(Line(), Load(16, 4000, 10))
-    answers = pace(Line(), Load(16, 10, 4000))
+    prompts = throughput(Line(), Load(16, 4000, 10))
+    answers = throughput(Line(), Load(16, 10, 4000))
     assert prompts.prompt_share > 0.8
     assert answers.prompt_share < 0.05
-    alone = pace(Line(), Load(1, 400, 200))
+    alone = throughput(Line(), Load(1, 400, 200))
     assert alone.prompt_share == pytest.approx(alone.ttft_s / alone.e2e_s, rel=1e-3)
 
 
 def test_an_answer_of_one_token_has_no_tpot() -> None:
-    found = pace(Line(), Load(4, 100, 1))
+    found = throughput(Line(), Load(4, 100, 1))
     assert found.tpot_s == 0
     assert found.e2e_s == found.ttft_s
     assert found.tokens_per_s_per_user == pytest.approx(1 / found.ttft_s)

@@ -117,7 +117,7 @@ def prompt_shapes(num_input: int, budget: int) -> tuple[StepShape, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throughput:
     """Seconds and rates of a steady load, of one replica.
 
     `tpot_s` is 0 when answers have one token. `decode_s` is the mean decode step without prompts,
@@ -158,7 +158,7 @@ class Pace:
         return max(0.0, 1 - (self.load.num_output - 1) * self.decode_s / self.e2e_s)
 
 
-def pace(pricer: StepPricer, whole: Load, stages: int = 1) -> Pace:
+def throughput(pricer: StepPricer, whole: Load, stages: int = 1) -> Throughput:
     """TTFT, TPOT and rates from a handful of step prices; `stages` pipeline stages work at once."""
     load = replace(whole, batch=ceil(whole.batch / stages))
     counts = cycle(load)
@@ -172,7 +172,7 @@ def pace(pricer: StepPricer, whole: Load, stages: int = 1) -> Pace:
     cycle_s = counts.plain_steps * decode_s + counts.mixed_steps * mixed_s
     decodes = load.num_output - 1
     tpot_s = (cycle_s - ttft_s) / decodes if decodes else 0.0
-    return Pace(whole, counts, ttft_s, tpot_s, decode_s, mixed_s, alone_s)
+    return Throughput(whole, counts, ttft_s, tpot_s, decode_s, mixed_s, alone_s)
 
 
 def mean_decode_seconds(pricer: StepPricer, load: Load) -> float:
@@ -205,17 +205,17 @@ def largest_batch(
     low, high = 0, min(limit, load.max_num_batched_tokens)
     while low < high:
         middle = (low + high + 1) // 2
-        if pace(pricer, replace(load, batch=middle), stages).tpot_s <= tpot_s:
+        if throughput(pricer, replace(load, batch=middle), stages).tpot_s <= tpot_s:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def saturation(pricer: StepPricer, load: Load, limit: int, stages: int = 1) -> Pace:
-    """The pace of a server that never runs out of waiting requests: `limit` are in flight."""
+def saturation(pricer: StepPricer, load: Load, limit: int, stages: int = 1) -> Throughput:
+    """The throughput of a server that never runs out of waiting requests: `limit` are in flight."""
     most = min(limit, load.max_num_batched_tokens)
-    return pace(pricer, replace(load, batch=most), stages)
+    return throughput(pricer, replace(load, batch=most), stages)
 
 
 def request_seconds(ttft_s: float, tpot_s: float, num_output: int) -> float:

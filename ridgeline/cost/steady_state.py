@@ -1,7 +1,7 @@
 """What does this setup do under a steady load: speed, memory, what binds, and where the time goes?
 
-Everything that `ridgeline predict` shows, from the closed form of `pace` and the operators of the
-two kinds of steps, those that only decode and those that also read prompts.
+Everything that `ridgeline predict` shows, from the closed form of `throughput` and the operators of
+the two kinds of steps, those that only decode and those that also read prompts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from ridgeline.architectures.rope_config import longest_context
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.memory import Limits, MemoryPlan, memory_plan, plan_or_none
-from ridgeline.cost.pace import Load, Pace, decode_shape, mixed_shape, pace, saturation
 from ridgeline.cost.pricer import Pricer, Setup
 from ridgeline.cost.roofline import StepCost, step_cost
+from ridgeline.cost.throughput import (
+    Load,
+    Throughput,
+    decode_shape,
+    mixed_shape,
+    saturation,
+    throughput,
+)
 from ridgeline.errors import ConfigError, DoesNotFit
 
 # Where nobody says, as `resolve` has them: most tokens of a step, most requests at once.
@@ -32,10 +39,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
-    """`pace` is that of the load, `saturated` that of a full server: as many requests as it runs
-    at once, if they fit. `max_batch` requests have room in memory and in a step (`batch_limited_by`
-    says in which there is no more).
+class SteadyState:
+    """`throughput` is that of the load, `saturated` that of a full server: as many requests as it
+    runs at once, if they fit. `max_batch` requests have room in memory and in a step
+    (`batch_limited_by` says in which there is no more).
 
     `decode` is the step of `batch` decodes in the middle of their answers, `prefill` the step that
     reads a prompt alone (a chunk from its middle, if it takes several). `mixed` is the average step
@@ -44,8 +51,8 @@ class Steady:
     """
 
     setup: Setup
-    pace: Pace
-    saturated: Pace
+    throughput: Throughput
+    saturated: Throughput
     decode: StepCost
     prefill: StepCost
     mixed: StepCost | None
@@ -55,28 +62,28 @@ class Steady:
 
     @property
     def batch_limited_by(self) -> Literal["memory", "max_num_batched_tokens"]:
-        is_full_step = self.max_batch >= self.pace.load.max_num_batched_tokens
+        is_full_step = self.max_batch >= self.throughput.load.max_num_batched_tokens
         return "max_num_batched_tokens" if is_full_step else "memory"
 
     @property
     def ttft_s(self) -> float:
-        return self.pace.ttft_s
+        return self.throughput.ttft_s
 
     @property
     def tpot_s(self) -> float:
-        return self.pace.tpot_s
+        return self.throughput.tpot_s
 
     @property
     def tokens_per_s(self) -> float:
-        return self.pace.tokens_per_s
+        return self.throughput.tokens_per_s
 
     @property
     def tokens_per_s_per_user(self) -> float:
-        return self.pace.tokens_per_s_per_user
+        return self.throughput.tokens_per_s_per_user
 
     @property
     def request_rate(self) -> float:
-        return self.pace.request_rate
+        return self.throughput.request_rate
 
     @property
     def origin(self) -> Origin:
@@ -87,11 +94,11 @@ class Steady:
     def seconds_by_bound(self) -> dict[str, float]:
         """Time of one request's life by what binds: compute, memory, link, latency, and "host"
         where the devices wait for it."""
-        pace, counts = self.pace, self.pace.counts
+        throughput, counts = self.throughput, self.throughput.counts
         found = dict.fromkeys((*self.decode.seconds_by_bound(), "host"), 0.0)
         for cost, total_s in (
-            (self.decode, counts.plain_steps * pace.decode_s),
-            (self.mixed or self.prefill, counts.mixed_steps * pace.mixed_s),
+            (self.decode, counts.plain_steps * throughput.decode_s),
+            (self.mixed or self.prefill, counts.mixed_steps * throughput.mixed_s),
         ):
             steps = total_s / cost.expected_s  # of the size that `cost` is of
             for bound, seconds in cost.seconds_by_bound().items():
@@ -108,44 +115,44 @@ class Steady:
     @property
     def tpot_parts(self) -> tuple[Part, ...]:
         """The time between two tokens, from the data sheet's floor to what is expected."""
-        if self.pace.load.num_output == 1:
+        if self.throughput.load.num_output == 1:
             return ()
         host = max(0.0, self.decode.expected_s - self.decode.device_s)
-        decode_s = self.pace.decode_s
+        decode_s = self.throughput.decode_s
         return (
             Part("ideal", self.decode.ideal_s),
             Part("kernels", decode_s - host - self.decode.ideal_s),
             Part("host", host),
-            Part("others' prompts", self.pace.tpot_s - decode_s),
+            Part("others' prompts", self.throughput.tpot_s - decode_s),
         )
 
     @property
     def ttft_parts(self) -> tuple[Part, ...]:
         """The time to the first token, from the data sheet's floor to what is expected."""
-        waiting = self.pace.counts.waiting_steps * self.pace.mixed_s
-        alone = self.pace.prompt_alone_s
-        own_steps = self.pace.counts.prompt_steps
+        waiting = self.throughput.counts.waiting_steps * self.throughput.mixed_s
+        alone = self.throughput.prompt_alone_s
+        own_steps = self.throughput.counts.prompt_steps
         host = own_steps * max(0.0, self.prefill.expected_s - self.prefill.device_s)
         return (
             Part("ideal", self.whole_prompt_ideal_s),
             Part("kernels and chunks", alone - host - self.whole_prompt_ideal_s),
             Part("host", host),
-            Part("others in the same steps", self.pace.ttft_s - waiting - alone),
+            Part("others in the same steps", self.throughput.ttft_s - waiting - alone),
             Part("waiting for others' prompts", waiting),
         )
 
     @property
     def input_s_per_token(self) -> float:
         """Time of a replica that one prompt token takes."""
-        return self.pace.prompt_share / (self.request_rate * self.pace.load.num_input)
+        return self.throughput.prompt_share / (self.request_rate * self.throughput.load.num_input)
 
     @property
     def output_s_per_token(self) -> float:
         """Time of a replica that one answer token takes."""
-        return (1 - self.pace.prompt_share) / self.tokens_per_s
+        return (1 - self.throughput.prompt_share) / self.tokens_per_s
 
 
-def steady(
+def steady_state(
     setup: Setup,
     *,
     batch: int,
@@ -154,7 +161,7 @@ def steady(
     max_num_batched_tokens: int | None = None,
     block_size: int = 16,
     utilization: float = 0.9,
-) -> Steady:
+) -> SteadyState:
     """One replica with `batch` requests in flight all the time.
 
     ConfigError for what the model cannot do; DoesNotFit when the device has no room for the model
@@ -167,12 +174,12 @@ def steady(
     memory = _plan(setup, limits)
     largest = max(batch, batch_limit(setup, limits))
     pricer, stages = Pricer(setup), setup.layout.pp
-    found = pace(pricer, load, stages)
+    found = throughput(pricer, load, stages)
     shape_load = Load(-(-batch // stages), num_input, num_output, budget)
     own = min(num_input, budget)
-    return Steady(
+    return SteadyState(
         setup=setup,
-        pace=found,
+        throughput=found,
         saturated=saturation(pricer, load, max(batch, min(largest, slots(setup))), stages),
         decode=step_cost(setup, decode_shape(shape_load.batch, load.middle_context)),
         prefill=step_cost(setup, ((own, (num_input - own) // 2),)),
@@ -183,7 +190,7 @@ def steady(
     )
 
 
-def _mixed_cost(setup: Setup, load: Load, found: Pace) -> StepCost:
+def _mixed_cost(setup: Setup, load: Load, found: Throughput) -> StepCost:
     return step_cost(setup, mixed_shape(load, found.counts))
 
 

@@ -12,7 +12,7 @@ from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
     ModelSpec,
-    Stored,
+    TensorLayout,
 )
 
 MXFP4_BLOCK = 32  # numbers of a row that share a scale, in 16 bytes
@@ -84,7 +84,7 @@ def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
     rows = {part.role: part.shape[0] for part in parts(layer, spec.hidden_size)}
     orders = dict.fromkeys(REORDERED, head_order(layer.attention))
     done = set()
-    for one in spec.stored:
+    for one in spec.tensor_layouts:
         own = {role: rows[role] // one.blocks for role in one.roles if role in rows}
         start, stride = 0, sum(own.values())
         is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
@@ -109,16 +109,16 @@ def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
 
 
 def _of_experts(
-    spec: ModelSpec, index: int, role: str, stored: Stored, cut: Cut
+    spec: ModelSpec, index: int, role: str, layout: TensorLayout, cut: Cut
 ) -> Iterator[tuple[str, Cut]]:
     """The cut of a layer's parameter, or those of all its experts."""
     inner = spec.layers[index].feed_forward
-    if not stored.experts:
+    if not layout.experts:
         yield tensor_name(spec.tensor_names, role, index), cut
     elif isinstance(inner, ExpertsSpec):
         count = inner.num_experts
         for expert in range(count):
-            own = replace(cut, expert=expert, num_experts=count, mxfp4=stored.mxfp4)
+            own = replace(cut, expert=expert, num_experts=count, mxfp4=layout.mxfp4)
             yield tensor_name(spec.tensor_names, role, index, expert), own
 
 
@@ -138,7 +138,7 @@ def head_order(attention: AttentionSpec) -> tuple[int, ...]:
     return (*first, *range(rotated, middle), *second, *range(middle, size))
 
 
-def stored_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> shape, of every tensor that holds what the model needs."""
     found, own = cuts(spec), dict[str, tuple[int, ...]]()
     for name, shape in expected_tensors(spec).items():
@@ -147,7 +147,7 @@ def stored_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return own
 
 
-def stored_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut | None], ...]]:
+def checkpoint_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut | None], ...]]:
     """By the name of each tensor of a layer: the parameters that it holds, in order."""
     named = dict(layer_cuts(spec, index))
     found: dict[str, tuple[tuple[str, Cut | None], ...]] = {}
@@ -158,12 +158,14 @@ def stored_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut 
     return found
 
 
-def stored_pattern(spec: ModelSpec, role: str) -> str:
+def checkpoint_pattern(spec: ModelSpec, role: str) -> str:
     """The name of the tensor that holds this role, with {layer} to fill in; "": there is none."""
-    fused = next((one.name for one in spec.stored if role in one.roles), None)
+    fused = next((one.name for one in spec.tensor_layouts if role in one.roles), None)
     return fused or spec.tensor_names.get(role, "")
 
 
 def untransposed(spec: ModelSpec) -> ModelSpec:
     """The same with every tensor as a quantized matrix is stored."""
-    return replace(spec, stored=tuple(replace(one, transposed=False) for one in spec.stored))
+    return replace(
+        spec, tensor_layouts=tuple(replace(one, transposed=False) for one in spec.tensor_layouts)
+    )

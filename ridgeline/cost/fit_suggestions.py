@@ -51,7 +51,7 @@ Fits = Callable[[Setup, Limits], bool]
 Found = Change | None
 
 
-def ways_to_fit(setup: Setup, limits: Limits, fits: Fits, count: int = 3) -> tuple[Change, ...]:
+def fit_suggestions(setup: Setup, limits: Limits, fits: Fits, count: int = 3) -> tuple[Change, ...]:
     """The cheapest changes that fit, cheapest first."""
     found: list[Change] = []
     for change in _candidates(setup, limits, fits):
@@ -170,7 +170,7 @@ def _spread(setup: Setup, limits: Limits, prefix: str = "") -> Iterator[Change]:
             except ConfigError:  # the model cannot be split so
                 continue
             if wider.devices > layout.devices or prefix:
-                yield Change(f"{prefix}{_count(wider.devices)}{_how(wider.words)}", spread, limits)
+                yield Change(f"{prefix}{_count(wider.devices)}{_how(wider.text)}", spread, limits)
 
 
 def _count(devices: int) -> str:

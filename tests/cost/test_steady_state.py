@@ -9,10 +9,10 @@ import pytest
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.memory import Limits, memory_plan
-from ridgeline.cost.pace import Load, pace
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Layout, Precision, Setup
-from ridgeline.cost.steady import Steady, batch_limit, steady
+from ridgeline.cost.steady_state import SteadyState, batch_limit, steady_state
+from ridgeline.cost.throughput import Load, throughput
 from ridgeline.errors import ConfigError, DoesNotFit
 from tests.cost.known_models import DEEPSEEK_V3, LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B
 
@@ -26,8 +26,8 @@ SETUPS = {
 }
 
 
-def found(name: str, batch: int = 16, num_input: int = 900, num_output: int = 150) -> Steady:
-    return steady(SETUPS[name], batch=batch, num_input=num_input, num_output=num_output)
+def found(name: str, batch: int = 16, num_input: int = 900, num_output: int = 150) -> SteadyState:
+    return steady_state(SETUPS[name], batch=batch, num_input=num_input, num_output=num_output)
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -39,14 +39,14 @@ def test_parts_sum_to_the_whole(name: str, batch: int, lengths: tuple[int, int])
     assert sum(part.seconds for part in one.tpot_parts) == pytest.approx(one.tpot_s)
     assert all(part.seconds > -0.02 * one.ttft_s for part in one.ttft_parts)
     assert all(part.seconds > -0.02 * one.tpot_s for part in one.tpot_parts)
-    assert sum(one.seconds_by_bound.values()) == pytest.approx(one.pace.e2e_s)
+    assert sum(one.seconds_by_bound.values()) == pytest.approx(one.throughput.e2e_s)
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_figures_are_those_of_the_pace_and_of_memory(name: str) -> None:
     one, setup = found(name), SETUPS[name]
-    load = Load(16, 900, 150, one.pace.load.max_num_batched_tokens)
-    assert one.pace == pace(Pricer(setup), load, setup.layout.pp)
+    load = Load(16, 900, 150, one.throughput.load.max_num_batched_tokens)
+    assert one.throughput == throughput(Pricer(setup), load, setup.layout.pp)
     assert one.decode.ideal_s <= one.decode.expected_s <= one.tpot_s * 1.001
     assert one.max_batch >= 16
     assert one.memory.max_sequences == 16
@@ -72,7 +72,9 @@ def test_one_request_decodes_at_the_speed_of_memory_and_reads_at_that_of_arithme
 
 def test_host_time_that_nothing_hides_is_a_part_and_can_bind() -> None:
     slow = replace(default_calibration(H100), host=HostConstants(c0_s=0.05, overlapped=False))
-    one = steady(replace(SETUPS["8B"], calibration=slow), batch=4, num_input=100, num_output=50)
+    one = steady_state(
+        replace(SETUPS["8B"], calibration=slow), batch=4, num_input=100, num_output=50
+    )
     assert one.bound == "host"
     host = next(part for part in one.tpot_parts if part.what == "host")
     assert host.seconds == pytest.approx(0.05)
@@ -81,7 +83,7 @@ def test_host_time_that_nothing_hides_is_a_part_and_can_bind() -> None:
 def test_stages_lower_the_share_of_each_and_not_the_wait_for_all() -> None:
     """Half the requests in each of two stages' steps: less per step, twice as many steps."""
     two = found("two stages", batch=64)
-    alone = pace(Pricer(SETUPS["two stages"]), Load(32, 900, 150))
+    alone = throughput(Pricer(SETUPS["two stages"]), Load(32, 900, 150))
     assert two.tpot_s == pytest.approx(alone.tpot_s)
     assert two.request_rate == pytest.approx(2 * alone.request_rate)
 
@@ -91,9 +93,9 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     limits = Limits(2000, 1, 8192)
     most = batch_limit(setup, limits)
     assert 1 < most < 20
-    steady(setup, batch=most, num_input=1800, num_output=200)
+    steady_state(setup, batch=most, num_input=1800, num_output=200)
     with pytest.raises(DoesNotFit) as error:
-        steady(setup, batch=most + 1, num_input=1800, num_output=200)
+        steady_state(setup, batch=most + 1, num_input=1800, num_output=200)
     assert error.value.changes[0] == f"batch {most}, the most that fit at once"
     assert 1 <= len(error.value.changes) <= 3
     cache = dict(error.value.items)["KV cache"]
@@ -103,27 +105,27 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
 def test_the_largest_batch_is_that_of_memory_or_of_a_step() -> None:
     """4096 was once a limit that nobody had asked for."""
     setup = Setup(LLAMA_3_8B, find_device("m3-ultra"), precision=Precision.named("int4", "int8"))
-    roomy = steady(setup, batch=1, num_input=512, num_output=128)
+    roomy = steady_state(setup, batch=1, num_input=512, num_output=128)
     assert (roomy.max_batch > 4096, roomy.batch_limited_by) == (True, "memory")
-    steady(setup, batch=roomy.max_batch, num_input=512, num_output=128)
+    steady_state(setup, batch=roomy.max_batch, num_input=512, num_output=128)
     with pytest.raises(DoesNotFit):
-        steady(setup, batch=roomy.max_batch + 1, num_input=512, num_output=128)
-    step = steady(setup, batch=1, num_input=512, num_output=128, max_num_batched_tokens=100)
+        steady_state(setup, batch=roomy.max_batch + 1, num_input=512, num_output=128)
+    step = steady_state(setup, batch=1, num_input=512, num_output=128, max_num_batched_tokens=100)
     assert (step.max_batch, step.batch_limited_by) == (100, "max_num_batched_tokens")
 
 
 def test_a_model_that_does_not_fit_says_what_would() -> None:
     with pytest.raises(DoesNotFit) as error:
-        steady(Setup(LLAMA_3_70B, H100), batch=1, num_input=1000, num_output=100)
+        steady_state(Setup(LLAMA_3_70B, H100), batch=1, num_input=1000, num_output=100)
     assert len(error.value.changes) == 3
     assert dict(error.value.items)["feed-forward"] > 100e9
     assert not any(change.startswith("batch") for change in error.value.changes)
 
 
 def test_the_context_of_the_model_is_the_limit() -> None:
-    steady(SETUPS["8B"], batch=1, num_input=131_000, num_output=72)
+    steady_state(SETUPS["8B"], batch=1, num_input=131_000, num_output=72)
     with pytest.raises(ConfigError, match="context of 131072"):
-        steady(SETUPS["8B"], batch=1, num_input=131_000, num_output=73)
+        steady_state(SETUPS["8B"], batch=1, num_input=131_000, num_output=73)
 
 
 @pytest.mark.parametrize("changed", ["input", "output", "batch"])
@@ -133,7 +135,7 @@ def test_more_work_never_takes_less_time(changed: str) -> None:
     for factor in (1, 2, 4, 8):
         load = base | {changed: base[changed] * factor}
         one = found("8B", load["batch"], load["input"], load["output"])
-        times.append((one.pace.e2e_s, one.memory.item("KV cache").bytes))
+        times.append((one.throughput.e2e_s, one.memory.item("KV cache").bytes))
     assert times == sorted(times)
 
 
@@ -151,7 +153,7 @@ def device_with(bandwidth: float) -> Device:
 
 def test_twice_the_bandwidth_nearly_halves_the_time_of_one_request() -> None:
     slow, fast = (
-        steady(Setup(LLAMA_3_8B, device_with(rate)), batch=1, num_input=10, num_output=200)
+        steady_state(Setup(LLAMA_3_8B, device_with(rate)), batch=1, num_input=10, num_output=200)
         for rate in (1e12, 2e12)
     )
     assert 1.7 < slow.tpot_s / fast.tpot_s < 2
