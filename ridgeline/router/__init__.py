@@ -5,4 +5,5 @@ POLICIES = {
     "least-loaded": "ridgeline.router.policies:LeastLoaded",
     "two-choices": "ridgeline.router.policies:TwoChoices",
     "prefix-aware": "ridgeline.router.policies:PrefixAware",
+    "first-token": "ridgeline.router.policies:FirstToken",
 }

@@ -101,6 +101,25 @@ class PrefixAware:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The one with the least predicted time to the first token.
+
+    What is in the cache there, what waits and how fast steps are count as seconds, so nothing need
+    be weighed against each other. Predictions within `tie` of the least are equal: then the longest
+    prefix wins, and after it chance.
+    """
+
+    tie: float = 0.05
+
+    def choose(self, request: RequestView, replicas: Sequence[ReplicaView], rng: Rng) -> int:
+        times = {i: replicas[i].first_token_s(request.num_prompt_tokens) for i in ready(replicas)}
+        limit = min(times.values()) * (1 + self.tie)
+        candidates = [index for index, seconds in times.items() if seconds <= limit]
+        longest = max(replicas[index].num_cached_tokens for index in candidates)
+        return _pick([i for i in candidates if replicas[i].num_cached_tokens == longest], rng)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     """A request before it has a replica."""
 
@@ -113,7 +132,9 @@ class ReplicaView:
 
     `num_pending_tokens` are prompt tokens that it took on and has not computed yet.
     `num_cached_tokens` is how much of this very request's prompt its prefix cache is thought to
-    hold. One that is not `is_ready` (starting, draining, lost) gets nothing.
+    hold. One that is not `is_ready` (starting, draining, lost) gets nothing. It reads
+    `prompt_tokens_per_s` beside what it decodes now, `step_s` is a step of that, and `slot_wait_s`
+    passes until one of its slots is free.
     """
 
     num_running: int = 0
@@ -121,6 +142,9 @@ class ReplicaView:
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
     is_ready: bool = True
+    prompt_tokens_per_s: float = 1000.0
+    step_s: float = 0.02
+    slot_wait_s: float = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -130,3 +154,10 @@ class ReplicaView:
     def load(self) -> tuple[int, int]:
         """Requests count first: each of them shares every step from now on. Tokens break ties."""
         return self.num_requests, self.num_pending_tokens
+
+    def first_token_s(self, num_prompt_tokens: int) -> float:
+        """Seconds until a prompt of this length would have its first token. At least one token of
+        it is always computed."""
+        wait_s = max(self.slot_wait_s, self.num_pending_tokens / self.prompt_tokens_per_s)
+        to_read = max(1, num_prompt_tokens - self.num_cached_tokens)
+        return wait_s + to_read / self.prompt_tokens_per_s + self.step_s

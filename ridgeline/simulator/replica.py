@@ -9,6 +9,7 @@ from ridgeline.clock import VirtualClock
 from ridgeline.errors import RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.router.policies import ReplicaView
+from ridgeline.router.speeds import PricedSpeed, slot_wait_s
 from ridgeline.simulator.executor import Answer, SimulatedFuture, Span
 from ridgeline.simulator.macro import Leap, LeapingEngine
 from ridgeline.simulator.report import RequestTimeline, StepSample
@@ -16,18 +17,33 @@ from ridgeline.simulator.report import RequestTimeline, StepSample
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way: what is put to the engine, and what it will be answered."""
+    """A request on its way: what is put to the engine, and what it will be answered. `num_to_read`:
+    tokens of its prompt that the cache did not hold when it was placed."""
 
     request: Request
     answer: Answer
     timeline: RequestTimeline
+    num_to_read: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens of its prompt that are still to be computed."""
+        request = self.request
+        left = len(request.prompt_token_ids) - request.num_computed_tokens
+        return max(0, left if request.num_computed_tokens else min(left, self.num_to_read))
 
 
 class Replica:
     """One engine with what has been sent to it and has not come in yet."""
 
     def __init__(
-        self, number: int, engine: LeapingEngine, jobs: dict[str, Job], *, is_static: bool
+        self,
+        number: int,
+        engine: LeapingEngine,
+        jobs: dict[str, Job],
+        speeds: PricedSpeed,
+        *,
+        is_static: bool,
     ) -> None:
         self.number = number
         self.engine = engine
@@ -40,6 +56,8 @@ class Replica:
         self.is_ready = True  # it is sent requests
         self.is_lost = False  # and whatever it was doing
         self._jobs = jobs
+        self._speeds = speeds
+        self._num_answers = self._num_answered = 0  # finished ones, and their tokens
         self._spans: deque[Span] = deque()
         self._to_begin: set[str] = set()  # who has had no token yet
 
@@ -122,18 +140,26 @@ class Replica:
     def view(self, request: Request | None = None) -> ReplicaView:
         """As a router sees it, for a request that is to be placed."""
         scheduler = self.engine.scheduler
-        waiting = [*(job.request for job in self.inbox), *scheduler.requests.values()]
-        pending = (len(r.prompt_token_ids) - r.num_computed_tokens for r in waiting)
+        jobs = [*self.inbox, *(self._jobs[name] for name in scheduler.requests)]
         cached = 0
         if request is not None and scheduler.blocks.prefix_caching:
             prefix = scheduler.blocks.match(request, len(request.prompt_token_ids))
             cached = prefix.num_tokens
+        blocks, num_running = scheduler.blocks, scheduler.num_running
+        num_waiting = scheduler.num_waiting + len(self.inbox)
+        num_used = (blocks.num_blocks - blocks.num_free_blocks) * blocks.block_size
+        speed = self._speeds.beside(num_running, num_used)
+        mean = self._num_answered / self._num_answers if self._num_answers else 1.0
+        num_slots = scheduler.max_num_seqs
         return ReplicaView(
-            scheduler.num_running,
-            scheduler.num_waiting + len(self.inbox),
-            sum(max(0, number) for number in pending),
+            num_running,
+            num_waiting,
+            sum(job.num_pending for job in jobs),
             cached,
             self.is_ready,
+            speed.tokens_per_s,
+            speed.step_s,
+            slot_wait_s(num_running + num_waiting, num_slots, mean, speed.step_s),
         )
 
     def _begin(self, job: Job, now: float) -> None:
@@ -149,6 +175,8 @@ class Replica:
         if output.finish_reason is None:
             return
         timeline.finished_s = now
+        self._num_answers += 1
+        self._num_answered += timeline.num_output
         timeline.num_preemptions = job.request.num_preemptions
         if output.finish_reason is FinishReason.ERROR:
             timeline.refused = output.error or "it failed"

@@ -23,6 +23,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
 from ridgeline.router.policies import NoReplica, RequestView
+from ridgeline.router.speeds import PricedSpeed
 from ridgeline.scheduler.block_manager import BlockManager, blocks_needed
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
@@ -123,6 +124,7 @@ class Simulation:
             setup.layout.replicas if isinstance(setup, Setup) else 1
         )
         self._listener_of = listener_of
+        self._speeds = PricedSpeed(self.machine.pricer, self.limits.max_num_batched_tokens)
         self.replicas = [self._replica(number) for number in range(num_replicas)]
         self._lost: list[Replica] = []  # with what is known of their steps
         self._homeless: list[Job] = []  # while no replica is ready
@@ -234,7 +236,7 @@ class Simulation:
 
     def _arrive(self, job: Job) -> None:
         try:
-            replica = self.replicas[self._route(job.request)]
+            replica = self.replicas[self._route(job)]
         except NoReplica:
             self._homeless.append(job)
             return
@@ -282,7 +284,8 @@ class Simulation:
         fresh.block_hashes = request.block_hashes
         return Job(fresh, job.answer, timeline)
 
-    def _route(self, request: Request) -> int:
+    def _route(self, job: Job) -> int:
+        request = job.request
         self._num_sent += 1
         if len(self.replicas) == 1 and self.replicas[0].is_ready:
             return 0
@@ -293,7 +296,9 @@ class Simulation:
             return ready[(self._num_sent - 1) % len(ready)]
         views = [replica.view(request) for replica in self.replicas]
         asked = RequestView(len(request.prompt_token_ids))
-        return self.options.router.choose(asked, views, self.rng)
+        chosen = self.options.router.choose(asked, views, self.rng)
+        job.num_to_read = asked.num_prompt_tokens - views[chosen].num_cached_tokens
+        return chosen
 
     # ------------------------------------------------------------------ what is built
 
@@ -383,7 +388,8 @@ class Simulation:
         )
         if listener_of is not None:
             engine.listeners.append(listener_of(number, scheduler))
-        return Replica(number, engine, self._jobs, is_static=options.static_batching)
+        static = options.static_batching
+        return Replica(number, engine, self._jobs, self._speeds, is_static=static)
 
 
 def _changes_of(outages: Iterable[Outage], num_replicas: int) -> list[tuple[float, int, bool]]:
