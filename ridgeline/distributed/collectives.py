@@ -9,6 +9,7 @@ from ridgeline.registry import load
 
 COLLECTIVES = {
     "gloo": "ridgeline.distributed.gloo:Gloo",
+    "shared": "ridgeline.distributed.shared_memory:SharedMemory",
 }
 
 

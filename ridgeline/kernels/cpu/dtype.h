@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-enum RlDtype : int { RL_F32 = 0, RL_BF16 = 1, RL_I8 = 2, RL_I4 = 3, RL_E4M3 = 4 };
+enum RlDtype : int { RL_F32 = 0, RL_BF16 = 1, RL_I8 = 2, RL_I4 = 3, RL_E4M3 = 4, RL_F16 = 5 };
 
 namespace {
 

@@ -18,11 +18,19 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ridgeline.errors import InternalError
+from ridgeline.errors import EngineFault, InternalError
 from ridgeline.kernels.cpu import native
 
 _LINE = 64  # bytes
 _CHUNK = 1 << 20  # bytes; more if a tensor needs it
+# What a kernel that waits for ranks gives, by thousands (shared_memory.h); the rest is a rank.
+_PER_RANK = 1000
+_RANK_FAULTS = {
+    1: "has ended while others wait for it",
+    2: "has left while others wait for it",
+    3: "is late: others have waited for it as long as they may",
+    4: "does something else than the others, or with another number of bytes",
+}
 
 
 class CannotRecord(Exception):
@@ -83,7 +91,7 @@ class Replay:
             for kernel, arguments in self._kept[0].each():
                 _call(kernel, arguments)
         elif code := self._replay(self._address, self._num):
-            raise InternalError(f"a kernel of a recorded step failed with code {code}")
+            raise _failed(code)
 
 
 def _replay() -> Callable[[int, int], int]:
@@ -111,7 +119,14 @@ def _call(kernel: Kernel, arguments: ctypes.Structure) -> None:
     with nullcontext() if _call_hook is None else _call_hook(getattr(kernel, "__name__", "kernel")):
         code = kernel(ctypes.byref(arguments))
     if code:
-        raise InternalError(f"a native kernel refused its arguments with code {code}")
+        raise _failed(code)
+
+
+def _failed(code: int) -> Exception:
+    about, rank = divmod(code, _PER_RANK)
+    if about:
+        return EngineFault(f"rank {rank} {_RANK_FAULTS[about]}")
+    return InternalError(f"a native kernel refused its arguments with code {code}")
 
 
 @contextmanager
