@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from ridgeline.architectures import FAMILIES, OWN_TENSORS
 from ridgeline.architectures.config_reader import (
@@ -19,14 +20,16 @@ from ridgeline.architectures.config_reader import (
     MAX_VOCAB,
     ConfigReader,
 )
+from ridgeline.architectures.gguf_experts import NEXTN, num_drafting_layers
 from ridgeline.architectures.gguf_families import (
     DIALECTS,
+    LOG_MULTIPLIER,
     Dialect,
     dialect_of,
     names_of,
     own_config,
 )
-from ridgeline.architectures.parts import HEAD, Part, layer_tensors, shared_tensors, with_biases
+from ridgeline.architectures.parts import layer_tensors, shared_tensors, with_biases
 from ridgeline.architectures.rope_config import SHARE
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError
@@ -36,23 +39,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
 # checkpoint has the halves of each head.
-INTERLEAVED = ("granite", "llama", "smollm3")
-AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
+INTERLEAVED = ("granite", "granitemoe", "llama", "mixtral", "smollm3")
+# Their files say that they are a llama, or a deepseek2 as that of a DeepSeek-V3 does.
+AS_OTHERS = ("deepseek_v2", "kimi_k2", "mistral", "mixtral")
 OTHER_LAYOUTS = (  # their files are not read
     "arcee",
-    "deepseek_v2",
-    "deepseek_v3",
     "exaone4",
     "gemma3",
     "glm",
-    "glm4_moe",
-    "gpt_oss",
-    "kimi_k2",
-    "granitemoe",
     "minicpm3",
     "olmo3",
-    "qwen2_moe",
-    "qwen3_moe",
     "seed_oss",
 )
 
@@ -74,20 +70,33 @@ NAMES: Mapping[str, str] = {
     "post_feed_forward_norm": f"{_BLOCK}post_ffw_norm.weight",
     "q_norm": f"{_BLOCK}attn_q_norm.weight",
     "k_norm": f"{_BLOCK}attn_k_norm.weight",
-    **{
-        f"{role}{suffix}": f"{_BLOCK}{name}.{kind}"
-        for role, name in (
-            ("q", "attn_q"),
-            ("k", "attn_k"),
-            ("v", "attn_v"),
-            ("o", "attn_output"),
-            ("gate", "ffn_gate"),
-            ("up", "ffn_up"),
-            ("down", "ffn_down"),
-        )
-        for suffix, kind in (("", "weight"), ("_bias", "bias"))
-    },
+    "q_a_norm": f"{_BLOCK}attn_q_a_norm.weight",
+    "kv_a_norm": f"{_BLOCK}attn_kv_a_norm.weight",
+    "sinks": f"{_BLOCK}attn_sinks.weight",
+    "score_bias": f"{_BLOCK}exp_probs_b.bias",
+    **with_biases(
+        {
+            "q": f"{_BLOCK}attn_q",
+            "k": f"{_BLOCK}attn_k",
+            "v": f"{_BLOCK}attn_v",
+            "o": f"{_BLOCK}attn_output",
+            "q_a": f"{_BLOCK}attn_q_a",
+            "q_b": f"{_BLOCK}attn_q_b",
+            "kv_a": f"{_BLOCK}attn_kv_a_mqa",
+            "kv_b": f"{_BLOCK}attn_kv_b",
+            "router": f"{_BLOCK}ffn_gate_inp",
+            "shared_score": f"{_BLOCK}ffn_gate_inp_shexp",
+            **{
+                f"{prefix}{role}": f"{_BLOCK}ffn_{role}{suffix}"
+                for prefix, suffix in (("", ""), ("expert_", "_exps"), ("shared_", "_shexp"))
+                for role in ("gate", "up", "down")
+            },
+        }
+    ),
 }
+# Newer files of latent attention have what makes keys (transposed, head by head) apart from what
+# makes values.
+KEYS_UP, VALUES_UP = f"{_BLOCK}attn_k_b.weight", f"{_BLOCK}attn_v_b.weight"
 
 # Keys that would change every number, with the values that do not.
 FOREIGN: Mapping[str, tuple[object, ...]] = {
@@ -98,6 +107,7 @@ FOREIGN: Mapping[str, tuple[object, ...]] = {
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
     "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
@@ -117,7 +127,7 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 def readable_families() -> list[str]:
     """What general.architecture of a file may be: a family that is served, by its own name."""
     others = {one.family: name for name, one in DIALECTS.items()}
-    own = (name for name in FAMILIES if name not in (*AS_LLAMA, *OTHER_LAYOUTS))
+    own = (name for name in FAMILIES if name not in (*AS_OTHERS, *OTHER_LAYOUTS))
     return [others.get(name, name) for name in own]
 
 
@@ -159,9 +169,8 @@ def config_of(
         )
     config: dict[str, object] = {"model_type": dialect.family or name, "torch_dtype": dtype}
     config |= _sizes(reader, shapes, source, dialect)
-    if dialect.family:
-        config |= {OWN_TENSORS: True, **own_config(name, reader, shapes)}
-    config |= _rope(reader, config, rope_factors)
+    config |= {OWN_TENSORS: True, **own_config(name, reader, shapes)}
+    config |= _rope(reader, config, rope_factors, dialect)
     config |= _tokens(ConfigReader(metadata, source=source), config)
     return config
 
@@ -175,7 +184,6 @@ def _sizes(
     if heads % kv_heads:
         reason = f"is {kv_heads}; it must divide attention.head_count ({heads})"
         raise reader.fail("attention.head_count_kv", reason)
-    head_dim = _head_dim(reader, hidden, heads, dialect.rotates_part)
     embedding = shapes.get(EMBEDDING, ())
     if len(embedding) != 2 or not 1 <= embedding[0] <= MAX_VOCAB:
         raise ConfigError(f"{source}: tensor {EMBEDDING!r} is missing, or no matrix of tokens")
@@ -184,18 +192,14 @@ def _sizes(
         raise reader.fail("vocab_size", f"is not the {vocab} rows of {EMBEDDING}")
     kind = "layer_norm_epsilon" if dialect.eps else "layer_norm_rms_epsilon"
     eps = reader.number(f"attention.{kind}", default=None, low=0.0, high=1.0)
-    part = {}
-    if dialect.rotates_part:
-        rotated = reader.integer("rope.dimension_count", high=head_dim, default=head_dim)
-        part = {SHARE: rotated / head_dim}
     return {
-        **part,
+        **({} if dialect.is_latent else _head(reader, hidden, heads, dialect.rotates_part)),
         "hidden_size": hidden,
-        "num_hidden_layers": reader.integer("block_count", high=MAX_LAYERS),
+        "num_hidden_layers": reader.integer("block_count", high=MAX_LAYERS)
+        - num_drafting_layers(reader),
         "intermediate_size": reader.integer("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": reader.integer("context_length", high=MAX_POSITIONS),
         dialect.eps or "rms_norm_eps": decimal(eps),
         "vocab_size": vocab,
@@ -206,7 +210,15 @@ def _sizes(
     }
 
 
-def _head_dim(reader: ConfigReader, hidden: int, heads: int, rotates_part: bool) -> int:
+def drafting_blocks(metadata: Mapping[str, object]) -> tuple[str, ...]:
+    """How names of tensors begin that are for drafting alone, of a file that `config_of` reads."""
+    name = str(metadata["general.architecture"])
+    reader = ConfigReader({key: metadata.get(f"{name}.{key}") for key in ("block_count", NEXTN)})
+    last = reader.integer("block_count") - 1
+    return tuple(f"blk.{last - at}." for at in range(num_drafting_layers(reader)))
+
+
+def _head(reader: ConfigReader, hidden: int, heads: int, rotates_part: bool) -> dict[str, object]:
     if not reader.has("attention.key_length") and hidden % heads:
         reason = f"is {heads}; it must divide embedding_length ({hidden})"
         raise reader.fail("attention.head_count", reason)
@@ -215,11 +227,17 @@ def _head_dim(reader: ConfigReader, hidden: int, heads: int, rotates_part: bool)
     for key in keys[: 1 if rotates_part else 2]:
         if reader.integer(key, high=4096, default=head_dim) != head_dim:
             raise reader.fail(key, f"is not the size of a head ({head_dim}), which is not served")
-    return head_dim
+    if not rotates_part:
+        return {"head_dim": head_dim}
+    rotated = reader.integer("rope.dimension_count", high=head_dim, default=head_dim)
+    return {"head_dim": head_dim, SHARE: rotated / head_dim}
 
 
 def _rope(
-    reader: ConfigReader, config: Mapping[str, object], factors: Sequence[float] | None
+    reader: ConfigReader,
+    config: Mapping[str, object],
+    factors: Sequence[float] | None,
+    dialect: Dialect,
 ) -> dict[str, object]:
     theta = decimal(reader.number("rope.freq_base", default=10_000.0, low=1.0, high=1e15))
     kind = reader.text("rope.scaling.type", default="none")
@@ -241,6 +259,11 @@ def _rope(
         return found | {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     length = reader.integer("rope.scaling.original_context_length", high=MAX_POSITIONS)
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+    yarn |= dialect.yarn
+    if LOG_MULTIPLIER in dialect.meant and reader.has(LOG_MULTIPLIER):
+        # Of a tenth of it, as the one that scales rotations, which cancel each other.
+        tenth = decimal(reader.number(LOG_MULTIPLIER, default=None, low=0.0, high=1e3))
+        yarn |= dict.fromkeys(("mscale", "mscale_all_dim"), decimal(10 * tenth))
     for key in ("beta_fast", "beta_slow"):
         if reader.has(f"rope.scaling.yarn_{key}"):
             given = reader.number(f"rope.scaling.yarn_{key}", default=None, low=0.0, high=1e6)
@@ -317,55 +340,86 @@ def decimal(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor of the checkpoint is in the file: in tensor `name` of `rows` rows those from
-    `first` on, of 0 all; `is_row`: that one alone. Its rows are interleaved within each of `heads`
-    heads; 0: they lie as they should. Its numbers are `offset` more than those of the checkpoint.
+    """Where a parameter is in the file: in tensor `name`, which is of shape `whole` (empty: that of
+    the parameter), from its number `first` on. Its rows are interleaved within each of `heads`
+    heads; 0: they lie as they should. Its numbers are `offset` more than those of the checkpoint:
+    what norms add to their weight is added in the file. `keys`: the first rows of each head, which
+    make keys, are in that tensor instead, transposed; `cuts` are the heads and these rows of one.
     """
 
     name: str
     heads: int = 0
+    whole: tuple[int, ...] = ()
     first: int = 0
-    rows: int = 0
     offset: float = 0.0
-    is_row: bool = False
+    keys: str = ""
+    cuts: tuple[int, int] = (0, 0)
 
 
-def sources(spec: ModelSpec) -> dict[str, Source]:
-    """Checkpoint name -> name in the file, for every tensor that the model needs. ConfigError for
-    a parameter that no such file has a name for."""
-    # What norms add to their weight is added in the file.
-    more = {role: spec.norm_offset for role in NAMES if role.endswith("norm")}
-    found = {
-        name: Source(NAMES[role], offset=more.get(role, 0.0))
+def sources(spec: ModelSpec, found: Collection[str] = ()) -> dict[str, Source]:
+    """Checkpoint name -> where in the file, for every tensor that the model needs. `found`: names
+    in the file, which tell older files from newer ones. ConfigError for a parameter that no such
+    file has a name for."""
+    own = {
+        name: Source(NAMES[role], offset=spec.norm_offset if role == "norm" else 0.0)
         for role, name in _shared(spec).items()
     }
     names = {**NAMES, **names_of(spec)}
-    together = next((one.together for one in DIALECTS.values() if one.family == spec.family), ())
-    for index, layer in enumerate(spec.layers):
-        heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
-        every = layer_tensors(spec, index)
-        rows = {part.role: part.shape[0] for part in every.values()}
-        for name, part in every.items():
-            if part.role not in names or part.is_experts:
-                raise ConfigError(
-                    f"{name} has no place in a GGUF file that this version reads; serve models of"
-                    f" {spec.family} from safetensors"
-                )
-            interleaved = heads if spec.family in INTERLEAVED else {}
-            rotated = interleaved.get(part.role.removesuffix("_bias"), 0)
-            stored, offset = names[part.role].format(layer=index), more.get(part.role, 0.0)
-            own = Source(stored, rotated, offset=offset)
-            found[name] = _part_of(together, part.role, rows, index) or own
-        for role in ("q_norm", "k_norm"):
-            for head, name in enumerate(_of_heads(spec, every, role)):
-                found[name] = replace(found[name], first=head, rows=heads[role[0]], is_row=True)
-    return found
+    for index in range(spec.num_layers):
+        own |= _of_layer(spec, index, names, found)
+    return own
 
 
-def _of_heads(spec: ModelSpec, every: Mapping[str, Part], role: str) -> list[str]:
-    """Tensors of this role, one for each head, which a file has as rows of one."""
-    has_several = HEAD in spec.tensor_names.get(role, "")
-    return [name for name, part in every.items() if has_several and part.role == role]
+def _by_role(spec: ModelSpec, index: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Role -> name and shape of each of its parameters, of which there is one for each expert, or
+    for each head, or one alone."""
+    roles: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, part in layer_tensors(spec, index).items():
+        role = f"expert_{part.role}" if part.is_experts else part.role
+        roles.setdefault(role, {})[name] = part.shape
+    return roles
+
+
+def _of_layer(
+    spec: ModelSpec, index: int, names: Mapping[str, str], found: Collection[str]
+) -> dict[str, Source]:
+    attention, own = spec.layers[index].attention, dict[str, Source]()
+    heads = {"q": attention.num_heads, "k": attention.num_kv_heads}
+    roles = _by_role(spec, index)
+    for role, several in roles.items():
+        if role not in names:
+            raise ConfigError(
+                f"{next(iter(several))} has no place in a GGUF file that this version reads; serve "
+                f"models of {spec.family} from safetensors"
+            )
+        base = role.removesuffix("_bias")
+        kind = "weight" if base == role else "bias"
+        shape = next(iter(several.values()))
+        whole, before, stored = shape, 0, names[role].format(layer=index)
+        for stem, together in _together(spec):
+            name = f"{stem.format(layer=index)}.{kind}"
+            if base in together and (name in found or not base.startswith("expert")):
+                suffix, stored = role.removeprefix(base), name
+                rows = [next(iter(roles[one + suffix].values()))[0] for one in together]
+                whole = sum(rows), *shape[1:]
+                before = sum(rows[: together.index(base)]) * prod(shape[1:])
+        offset = spec.norm_offset if role.endswith("norm") else 0.0
+        interleaved = heads.get(base, 0) if spec.family in INTERLEAVED else 0
+        one = Source(stored, interleaved, whole, before, offset)
+        latent, halves = attention.latent, KEYS_UP.format(layer=index)
+        if role == "kv_b" and latent is not None and stored not in found and halves in found:
+            values = VALUES_UP.format(layer=index)
+            one = Source(values, keys=halves, cuts=(attention.num_heads, latent.qk_nope_head_dim))
+        for at, name in enumerate(several):
+            stack = (len(several), *whole) if len(several) > 1 else whole
+            own[name] = replace(one, whole=stack, first=before + at * prod(whole))
+    return own
+
+
+def _together(spec: ModelSpec) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Roles that are one tensor: in all files of this family, or of experts in some."""
+    own = next((one.together for one in DIALECTS.values() if one.family == spec.family), ())
+    return (*own, (f"{_BLOCK}ffn_gate_up_exps", ("expert_gate", "expert_up")))
 
 
 def _shared(spec: ModelSpec) -> dict[str, str]:
@@ -374,17 +428,3 @@ def _shared(spec: ModelSpec) -> dict[str, str]:
     roles = ("embedding", "positions", "norm", "norm_bias", "lm_head")
     named = {role: spec.tensor_names[role] for role in roles if role in spec.tensor_names}
     return {role: name for role, name in named.items() if name in needed}
-
-
-def _part_of(
-    together: Sequence[tuple[str, tuple[str, ...]]], role: str, rows: Mapping[str, int], layer: int
-) -> Source | None:
-    """Of a role that is part of a larger tensor."""
-    own = role.removesuffix("_bias")
-    suffix = role.removeprefix(own)
-    for stem, roles in together:
-        if own in roles:
-            sizes = [rows[one + suffix] for one in roles]
-            name = f"{stem.format(layer=layer)}.{'bias' if suffix else 'weight'}"
-            return Source(name, 0, sum(sizes[: roles.index(own)]), sum(sizes))
-    return None

@@ -8,9 +8,17 @@ matrix transposed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
+from ridgeline.architectures.gguf_experts import (
+    COUNT,
+    NEXTN,
+    deepseek,
+    glm4_moe,
+    has_experts,
+    softmax_experts,
+)
 from ridgeline.architectures.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -24,35 +32,49 @@ TWO_NORMS = "blk.0.attn_norm_2.weight"  # of the larger Falcons
 class Dialect:
     """`family` is its model_type. `eps`: the key of config.json for that of its layer norms, "": it
     has RMS norms. `together`: which roles are one tensor, without the kind at its end. `meant`:
-    keys that other architectures must not have."""
+    keys that other architectures must not have. `names`: of roles that have others than in most.
+    `yarn`: what its scaled positions have beside the keys."""
 
     family: str
     eps: str = ""
     together: tuple[tuple[str, tuple[str, ...]], ...] = ()
     meant: tuple[str, ...] = ()
     rotates_part: bool = False
+    is_latent: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    yarn: Mapping[str, object] = field(default_factory=dict)
 
 
 PARALLEL, WINDOW, SCALE = "use_parallel_residual", "attention.sliding_window", "logit_scale"
 SCALES = ("embedding_scale", "residual_scale")
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# Named by the norm of a Llama that stands there.
+BEHIND = {"pre_feed_forward_norm": f"{_BLOCK}post_attention_norm.weight"}
 DIALECTS: Mapping[str, Dialect] = {
     "cohere2": Dialect("cohere2", "layer_norm_eps", meant=(SCALE, WINDOW)),
     "command-r": Dialect("cohere", "layer_norm_eps", meant=(SCALE,)),
+    "deepseek2": Dialect("deepseek_v3", meant=(COUNT, NEXTN, LOG_MULTIPLIER), is_latent=True),
     "falcon": Dialect("falcon", "layer_norm_epsilon", (QKV,)),
     "gemma": Dialect("gemma"),
     "gemma2": Dialect("gemma2", meant=(WINDOW,)),
     "gemma3": Dialect("gemma3_text", meant=(WINDOW,)),
     "glm4": Dialect("glm4", together=((f"{_BLOCK}ffn_up", ("gate", "up")),), rotates_part=True),
+    "glm4moe": Dialect("glm4_moe", meant=(COUNT, NEXTN), rotates_part=True, names=BEHIND),
+    "gpt-oss": Dialect("gpt_oss", meant=(COUNT, WINDOW), names=BEHIND, yarn={"truncate": False}),
     "gpt2": Dialect("gpt2", "layer_norm_epsilon", (QKV,)),
     "gptneox": Dialect("gpt_neox", "layer_norm_eps", (QKV,), (PARALLEL,), rotates_part=True),
     "granite": Dialect("granite", meant=("attention.scale", *SCALES, SCALE)),
+    "granitemoe": Dialect("granitemoe", meant=("attention.scale", *SCALES, SCALE, COUNT)),
     "hunyuan-dense": Dialect("hunyuan_v1_dense"),
+    "llama": Dialect("llama", meant=(COUNT,)),
     "phi3": Dialect(
         "phi3",
         together=(QKV, (f"{_BLOCK}ffn_up", ("gate", "up"))),
         meant=(WINDOW,),
         rotates_part=True,
     ),
+    "qwen2moe": Dialect("qwen2_moe", meant=(COUNT,)),
+    "qwen3moe": Dialect("qwen3_moe", meant=(COUNT,)),
     "smollm3": Dialect("smollm3"),
     "stablelm": Dialect("stablelm", "layer_norm_eps", meant=(PARALLEL,), rotates_part=True),
     "starcoder2": Dialect("starcoder2", "norm_epsilon"),
@@ -78,16 +100,15 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         return found | {"use_qk_norm": Q_NORM in shapes, "attention_bias": has_biases}
     if name.startswith("gemma"):
         return _gemma(name, reader)
+    if name == "deepseek2":
+        return deepseek(reader, shapes)
+    if name == "glm4moe":
+        return glm4_moe(reader, shapes)
+    multipliers = _multipliers(reader) if name.startswith("granite") else {}
+    if has_experts(reader):
+        return multipliers | softmax_experts(name, reader, shapes, has_biases=has_biases)
     if name == "granite":
-        keys = {
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": SCALES[0],
-            "residual_multiplier": SCALES[1],
-            "logits_scaling": SCALE,
-        }
-        return {
-            key: reader.number(own, default=1.0, low=1e-6, high=1e6) for key, own in keys.items()
-        }
+        return multipliers
     if name == "falcon":
         return _falcon(reader, shapes, has_biases)
     if name == "gpt2":
@@ -108,6 +129,16 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         window = reader.integer(WINDOW, low=0, high=MAX_POSITIONS)
         return {"sliding_window": window or None}
     return {}
+
+
+def _multipliers(reader: ConfigReader) -> dict[str, object]:
+    keys = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": SCALES[0],
+        "residual_multiplier": SCALES[1],
+        "logits_scaling": SCALE,
+    }
+    return {key: reader.number(own, default=1.0, low=1e-6, high=1e6) for key, own in keys.items()}
 
 
 def _falcon(reader: ConfigReader, shapes: Shapes, has_biases: bool) -> dict[str, object]:
@@ -148,7 +179,7 @@ def _gemma(name: str, reader: ConfigReader) -> dict[str, object]:
 def names_of(spec: ModelSpec) -> Mapping[str, str]:
     """Names in the file of roles that have others than in most."""
     if spec.family != "falcon" or spec.layers[0].parallel_norms != 2:
-        return {}
+        return next((one.names for one in DIALECTS.values() if one.family == spec.family), {})
     return {
         f"{role}{suffix}": f"{_BLOCK}{norm}.{kind}"
         for role, norm in (("input_norm", "attn_norm_2"), ("pre_feed_forward_norm", "attn_norm"))

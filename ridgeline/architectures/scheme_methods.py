@@ -294,8 +294,8 @@ def bitsandbytes_tensors(scheme: Scheme) -> tuple[Raw, ...]:
 # ------------------------------------------------------------------------ GGUF
 # Packed are kept matrices whose blocks are codes and their scales. What stands for a
 # quantization_config is written by the reader of the file: the type of each role's matrix, one for
-# all layers or a list. Other types (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) have minima too: they are
-# unpacked when they are read.
+# all layers or a list; all experts of a layer are of one. Other types are unpacked when they are
+# read: Q4_1, Q5_1, Q2_K, Q4_K and Q5_K have minima too, MXFP4 has no integers.
 
 GGUF = "gguf"
 GGUF_BLOCKS = "blocks"  # what the names of their bytes end in
@@ -310,6 +310,7 @@ GGUF_KINDS: Mapping[str, Scheme] = {
     "Q6_K": Scheme("Q6_K", 6, 16, scale_dtype="float32"),
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def gguf_described(types: Mapping[str, str]) -> dict[str, object] | None:
@@ -319,15 +320,20 @@ def gguf_described(types: Mapping[str, str]) -> dict[str, object] | None:
     for name, kind in types.items():
         found = _LAYER.fullmatch(name.removesuffix(".weight"))
         if found is not None and name.endswith(".weight"):
-            by_place.setdefault(found[2], {})[int(found[1])] = kind
+            by_place.setdefault(_place(found[2]), {})[int(found[1])] = kind
     if not any(kind in GGUF_KINDS for kinds in by_place.values() for kind in kinds.values()):
         return None
     return {"quant_method": GGUF, "types": {k: _short(v) for k, v in by_place.items()}}
 
 
 def _short(kinds: Mapping[int, str]) -> str | list[str]:
-    every = [kinds[index] for index in sorted(kinds)]
-    return every[0] if len(set(every)) == 1 else every
+    """By the number of the layer, "" of one without."""
+    every = [kinds.get(index, "") for index in range(max(kinds) + 1)]
+    return next(iter(kinds.values())) if len(set(kinds.values())) == 1 else every
+
+
+def _place(module: str) -> str:
+    return _EXPERT.sub(".experts.", module)
 
 
 def gguf_config(section: ConfigReader, scale_dtype: str) -> Find:
@@ -344,7 +350,7 @@ def gguf_config(section: ConfigReader, scale_dtype: str) -> Find:
 
     def find(module: str) -> Scheme | None:
         found = _LAYER.fullmatch(module)
-        kinds = None if found is None else listed.get(found[2])
+        kinds = None if found is None else listed.get(_place(found[2]))
         if found is None or kinds is None:
             return None
         if isinstance(kinds, str):

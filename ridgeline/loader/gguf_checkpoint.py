@@ -19,6 +19,7 @@ from ridgeline.layers.piece import Piece
 from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
 from ridgeline.loader.gguf_layout import BY_NAME
 from ridgeline.loader.gguf_model import GGUFModel, read_gguf_model
+from ridgeline.loader.header import TensorEntry
 from ridgeline.quantization.gguf_blocks import (
     AFFINE,
     fields,
@@ -54,7 +55,11 @@ class GGUFCheckpoint(Checkpoint):
             {name: (model.path, entry) for name, entry in model.entries.items()},
             finite_only=finite_only,
         )
-        self._sources = model.sources
+        self._sources, self._keys = model.sources, model.keys
+
+    def num_bytes(self, name: str) -> int:
+        keys = self._keys.get(name)
+        return super().num_bytes(name) + (0 if keys is None else keys.end - keys.start)
 
     def stored_types(self) -> dict[str, int]:
         """How many tensors are stored as what, the most frequent first."""
@@ -133,6 +138,9 @@ class GGUFCheckpoint(Checkpoint):
         name, target = piece.name, piece.target
         if not target.numel():
             return
+        if name in self._keys:
+            yield from self._of_heads(piece)
+            return
         first = piece.start if piece.dim == 0 else 0
         column = piece.start if piece.dim else 0
         kind, device, offset = self.dtype(name), target.device, self._sources[name].offset
@@ -143,6 +151,27 @@ class GGUFCheckpoint(Checkpoint):
             raw, skipped = self._raw(name, first + begin, len(part), column, width)
             values = decode(kind, raw.to(device))[:, skipped : skipped + width]
             yield values if not offset else values.float() - offset, part
+
+    def _of_heads(self, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As `_parts`, head by head, of what makes keys and values and is in two tensors."""
+        name, target = piece.name, piece.target
+        (heads, cut), keys, values = self._sources[name].cuts, self._keys[name], self.entry(name)
+        start = piece.start if piece.dim == 0 else 0
+        columns = slice(piece.start, piece.start + target.shape[1]) if piece.dim else slice(None)
+        each = values.shape[0] // heads
+        for head in range(start // each, -(-(start + len(target)) // each)):
+            down = self._of_head(name, keys, head, heads)
+            up = self._of_head(name, values, head, heads).view(each - cut, -1)
+            both = torch.cat((down.float().view(-1, cut).T, up.float()))[:, columns]
+            low, high = max(start, head * each), min(start + len(target), (head + 1) * each)
+            part = target[low - start : high - start]
+            yield both[low - head * each : high - head * each].to(target.device), part
+
+    def _of_head(self, name: str, entry: TensorEntry, head: int, heads: int) -> torch.Tensor:
+        size = (entry.end - entry.start) // heads
+        mapped, offset = self._map(self.file(name)), entry.start + head * size
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
+        return decode(entry.dtype, raw.view(1, -1))
 
     def _raw(
         self, name: str, row: int, rows: int, column: int, width: int
@@ -238,6 +267,15 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     return (lower | (upper << 4)).float().mul_(scale).sub_(low)
 
 
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Numbers of e2m1 times a power of two, whose exponent has the bias 127."""
+    positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    negative = (0.0, *(-number for number in positive[1:]))
+    signed = torch.tensor((*positive, *negative), device=blocks.device)
+    scale = torch.ldexp(blocks.new_ones(len(blocks), 1).float(), blocks[:, :1].int() - 127)
+    return signed[nibbles(blocks[:, 1:]).int()].mul_(scale)
+
+
 _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     **{kind: partial(unpack, kind) for kind in AFFINE},
     "Q4_1": _q4_1,
@@ -245,5 +283,6 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q2_K": _q2_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
+    "MXFP4": _mxfp4,
 }
 check(BY_NAME.keys() == PLAIN.keys() | _DECODERS.keys(), "every type has a decoder")

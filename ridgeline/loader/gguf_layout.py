@@ -42,6 +42,7 @@ TYPES: Mapping[int, BlockType] = {
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 }
 BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in TYPES.values()}
 # Only to say what a file holds that is refused.
@@ -64,7 +65,6 @@ OTHERS: Mapping[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from ridgeline.architectures.gguf import (
     ROPE_FACTORS,
     Source,
     config_of,
+    drafting_blocks,
     family_of,
     sources,
 )
-from ridgeline.architectures.parts import expected_tensors
+from ridgeline.architectures.parts import Part, expected_tensors, layer_tensors
 from ridgeline.architectures.scheme_config import KEY
 from ridgeline.architectures.scheme_methods import gguf_described
 from ridgeline.architectures.spec import ModelSpec
@@ -30,12 +32,14 @@ MAX_FACTORS = 4096  # half of the widest head
 
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """`entries` and `sources` are by the names that a safetensors checkpoint would have."""
+    """`entries` and `sources` are by the names that a safetensors checkpoint would have; `keys`
+    are the entries of `Source.keys`."""
 
     path: Path
     config: Mapping[str, object]
     entries: Mapping[str, TensorEntry]
     sources: Mapping[str, Source]
+    keys: Mapping[str, TensorEntry]
 
 
 def read_gguf_model(path: Path) -> GGUFModel:
@@ -58,11 +62,20 @@ def read_gguf_model(path: Path) -> GGUFModel:
         spec = read_spec(config)
     except ConfigError as error:
         refuse(path, f"its metadata describe no model that can be served: {error}")
-    wanted = sources(spec)
+    left_out = drafting_blocks(header.metadata)
+    found = {name: entry for name, entry in found.items() if not name.startswith(left_out)}
+    wanted = sources(spec, found)
     entries = _entries(path, spec, wanted, found)
-    stored = gguf_described({name: entry.dtype for name, entry in entries.items()})
+    packed = [name for name, part in _parts(spec) if part.is_packed]
+    stored = gguf_described({name: entries[name].dtype for name in packed})
     config = config if stored is None else {**config, KEY: stored}
-    return GGUFModel(path, config, entries, wanted)
+    keys = {name: found[one.keys] for name, one in wanted.items() if one.keys}
+    return GGUFModel(path, config, entries, wanted, keys)
+
+
+def _parts(spec: ModelSpec) -> Iterator[tuple[str, Part]]:
+    for index in range(spec.num_layers):
+        yield from layer_tensors(spec, index).items()
 
 
 def read_gguf_config(path: Path) -> dict[str, object]:
@@ -102,27 +115,49 @@ def _entries(
     """What the model needs, by its own names; all there and nothing else."""
     entries: dict[str, TensorEntry] = {}
     for name, shape in expected_tensors(spec).items():
-        stored = wanted[name].name
-        entry = found.get(stored)
-        if entry is None:
-            refuse(path, f"lacks tensor {stored!r}, which its metadata make part of the model")
         source = wanted[name]
-        row = shape if source.is_row else shape[1:]
-        whole = source.rows or shape[0], *row
-        if entry.shape != whole:
-            refuse(
-                path,
-                f"tensor {stored!r} has shape {str(list(entry.shape))[:80]}, but the metadata "
-                f"make it {list(whole)}",
-            )
-        row_bytes = (entry.end - entry.start) // whole[0]
-        start = entry.start + source.first * row_bytes
-        end = start + (1 if source.is_row else shape[0]) * row_bytes
-        entries[name] = TensorEntry(name, entry.dtype, shape, start, end)
-    used = {source.name for source in wanted.values()} | {ROPE_FACTORS}
-    extra = sorted(found.keys() - used)
+        entry, whole = _find(path, found, source.name), source.whole or shape
+        if source.keys:
+            whole = _check_keys(path, source, _find(path, found, source.keys), shape)
+        _check_shape(path, entry, whole)
+        size, count = entry.end - entry.start, math.prod(whole)
+        start = entry.start + source.first * size // count
+        own = size if source.keys else math.prod(shape) * size // count
+        entries[name] = TensorEntry(name, entry.dtype, shape, start, start + own)
+    used = {name for source in wanted.values() for name in (source.name, source.keys)}
+    extra = sorted(found.keys() - used - {ROPE_FACTORS})
     if extra:
         shown = ", ".join(repr(name[:80]) for name in extra[:3])
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         refuse(path, f"holds {shown}{more}, which this architecture does not use")
     return entries
+
+
+def _find(path: Path, found: Mapping[str, TensorEntry], name: str) -> TensorEntry:
+    entry = found.get(name)
+    if entry is None:
+        refuse(path, f"lacks tensor {name!r}, which its metadata make part of the model")
+    return entry
+
+
+def _check_shape(path: Path, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    """Sizes of 1 in front may be missing."""
+    if _bare(entry.shape) != _bare(shape):
+        refuse(
+            path,
+            f"tensor {entry.name!r} has shape {str(list(entry.shape))[:80]}, but the metadata "
+            f"make it {list(shape)}",
+        )
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def _check_keys(
+    path: Path, source: Source, keys: TensorEntry, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of what makes values, where the file has apart what makes keys."""
+    (rows, rank), (heads, cut) = shape, source.cuts
+    _check_shape(path, keys, (heads, rank, cut))
+    return heads, rows // heads - cut, rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,12 +86,24 @@ def llama_tensors(
     return found
 
 
-def gguf_file(metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Blocks of a type, by its number in a file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    data: bytes
+
+
+def gguf_file(metadata: Metadata, tensors: Mapping[str, torch.Tensor | Raw]) -> bytes:
     """A file with these tensors in their own dtype."""
-    infos, data = [], b""
+    infos, data = [], bytearray()
     for name, tensor in tensors.items():
-        infos.append(GGUFTensor(name, tuple(tensor.shape), TYPES[tensor.dtype], len(data)))
-        data += raw_bytes(tensor)
+        one = tensor
+        if not isinstance(one, Raw):
+            one = Raw(tuple(one.shape), TYPES[one.dtype], raw_bytes(one))
+        infos.append(GGUFTensor(name, one.shape, one.kind, len(data)))
+        data += one.data
         data += bytes(-len(data) % 32)
     head = gguf(metadata, tuple(infos))
     return head + bytes(-len(head) % 32) + data

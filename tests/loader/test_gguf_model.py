@@ -210,7 +210,7 @@ def read_all(path: Path) -> None:
         ({"llama.rope.scaling.attn_factor": (6, 2.0)}, "rope.scaling.attn_factor is 2.0"),
         ({"llama.attention.layer_norm_rms_epsilon": (6, float("inf"))}, "rms_epsilon is inf"),
         ({"llama.attention.sliding_window": (4, 64)}, "sliding_window is 64"),
-        ({"llama.expert_count": (4, 8)}, "expert_count is 8"),
+        ({"llama.expert_count": (4, 8)}, "expert_used_count is missing"),
         ({"llama.vocab_size": (4, 7)}, "vocab_size is not the 261 rows"),
         ({"llama.context_length": (4, 0)}, "context_length is 0"),
         ({"tokenizer.ggml.eos_token_id": (4, 999)}, r"eos_token_id has 999, outside 0 \.\. 260"),

@@ -2,11 +2,12 @@
 
     python -m tests.loader.gguf_files.make
 
-It needs the packages `gguf` (the numbers, the writer) and `transformers` (the logits), of which
+It needs the packages `gguf` (numbers, names, the writer) and `transformers` (the logits), of which
 the tests need neither. `types.gguf` has one matrix of every type that is read, and
 `types.safetensors` its numbers by the `gguf` package. The others are tiny random models: the
 weights of a Transformers model, in the order of llama.cpp's converter, each rounded to another
 type; `models.safetensors` has the last logits of Transformers for the numbers that came of it.
+`names.json` has the names of what `gguf_converter.py` writes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.layers.reference_models import ReferenceModel
+from tests.loader.gguf_converter import CASES, CONFIGS, LAYER, NAMES, looked_up
 from tests.tiny_model import SPECIALS, TEMPLATE
 
 gguf: Any = import_module("gguf")
@@ -38,8 +41,9 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
-PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 ROUNDED = ("Q8_0", "Q5_1", "Q4_0", "F16", "Q5_0", "BF16", "Q4_1", "Q8_0", "F32")
 NUM_LOGITS, NUM_TOKENS = 4, 16
 SIZES: dict[str, Any] = {
@@ -91,6 +95,8 @@ def make_types(noise: np.random.Generator) -> None:
         for at in HALVES.get(name, (0,)):
             halves = noise.standard_normal(raw.shape[:2]).astype(np.float16)
             raw[:, :, at : at + 2] = halves.view(np.uint8).reshape(*raw.shape[:2], 2)
+        if name == "MXFP4":
+            raw[:, :, 0] = noise.integers(100, 154, raw.shape[:2])  # a power of two
         add(writer, name, raw.reshape(2, -1), TYPES[name], values)
     finish(writer)
     save_file(values, HERE / "types.safetensors")
@@ -204,7 +210,20 @@ def vocabulary() -> list[str]:
     return [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
 
 
+def make_names() -> None:
+    found: dict[str, dict[str, str]] = {}
+    arches = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    for case, (name, _) in CASES.items():
+        known = gguf.get_tensor_name_map(arches[name], 1)
+        model = ReferenceModel(CONFIGS[case])
+        for key in {**looked_up(model), **looked_up(model, is_older=True)}:
+            module = LAYER.sub("0", key.rpartition(".")[0])
+            found.setdefault(name, {})[module] = known.get_name(module)
+    NAMES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> None:
+    make_names()
     make_types(np.random.default_rng(SEED))
     sizes = SIZES | {"vocab_size": len(vocabulary())}
     tied = sizes | {"num_hidden_layers": 1, "tie_word_embeddings": True}
