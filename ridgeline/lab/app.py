@@ -18,6 +18,9 @@ from starlette.responses import Response, StreamingResponse
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.lab.page import PAGES, Answer, Page, controls, load, read_inputs
+from ridgeline.lab.what_if import what_if
+
+__all__ = ["answer", "described", "endpoints", "pages", "what_if"]
 
 MAX_BODY_BYTES = 256 << 10  # a config.json that is pasted has a few thousand
 

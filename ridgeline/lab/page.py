@@ -25,6 +25,7 @@ from ridgeline.declared import declared, made, unknown_field
 from ridgeline.errors import ConfigError, RequestFault
 
 T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 
 # The modules of all pages, in the order in which one may read them; each has PAGE.
 PAGES = {
@@ -195,11 +196,16 @@ def _beside(kind: inspect.Type) -> tuple[str, dict[str, Any]]:
 
 
 def read_inputs(page: Page, values: Mapping[str, object]) -> msgspec.Struct:
-    """The inputs of a page. RequestFault names the field, its limit and the way out."""
-    if unknown := values.keys() - {one.name for one in controls(page.inputs)}:
+    """The inputs of a page, as `read_record`."""
+    return read_record(page.inputs, values)
+
+
+def read_record(record: type[R], values: Mapping[str, object]) -> R:
+    """A record of controls. RequestFault names the field, its limit and the way out."""
+    if unknown := values.keys() - {one.name for one in controls(record)}:
         raise unknown_field(min(unknown), min(unknown))
-    inputs = made(page.inputs, values)
-    for one in controls(page.inputs):
+    inputs = made(record, values)
+    for one in controls(record):
         value = getattr(inputs, one.name)
         if one.choices and value not in one.choices:
             known = ", ".join(map(str, one.choices))

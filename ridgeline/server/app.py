@@ -130,12 +130,13 @@ def _beside(api: ASGIApp, lab: ASGIApp) -> ASGIApp:
 
 
 def _lab_routes(service: Service) -> list[Route]:
-    from ridgeline.lab.app import endpoints  # the laboratory, only where it was asked for
+    from ridgeline.lab.app import endpoints, what_if  # the laboratory, only where it was asked for
 
-    live = Live(service)
+    live = Live(service, what_if)
     return [
         Route("/lab/live/state", live.state, methods=["GET"], right="explain"),
         Route("/lab/live/steps", live.steps, methods=["GET"], right="explain"),
+        Route("/lab/live/what-if", live.what_if, methods=["POST"], right="metrics"),
         *(
             Route(path, ask, methods=[method], right=ANY)
             for path, method, ask in endpoints(has_live=True)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.observe.latency import Histogram
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.auth import ADMIN, Tenant
-from ridgeline.server.errors import ApiError
+from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.replies import HEADERS
-from ridgeline.server.service import Service
+from ridgeline.server.service import Service, unless_gone
 from ridgeline.server.wire import Gauges, StepCosts
 
 PERIOD_S = 0.05
@@ -31,6 +33,10 @@ MAX_PAGES = 64
 IDLE_S = 1.0  # between two records while nothing happens
 WINDOW_S = 5.0  # of which latencies are told
 MAX_REQUESTS = 48  # that a record lists
+REPLAY_S = 10.0  # at most, of one
+
+# The JSON of /lab/live/what-if from evidence and a setting; the last says that nobody waits for it.
+Replay = Callable[[bytes, Mapping[str, object], Callable[[], bool]], bytes]
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -104,8 +110,10 @@ class State(msgspec.Struct, frozen=True):
 class Live:
     """The pages that watch, and what they are shown."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, replay: Replay) -> None:
         self._service = service
+        self._replay = replay
+        self._is_replaying = False
         self._num_pages = 0
         self._task: asyncio.Task[None] | None = None
         self._made = asyncio.Event()
@@ -145,6 +153,43 @@ class Live:
         stream = self._stream(self._sees_all(request), None if is_admin else tenant.name)
         headers = {name.decode(): value.decode() for name, value in HEADERS}
         return StreamingResponse(stream, headers=headers)
+
+    async def what_if(self, request: Request) -> Response:
+        """The last requests, replayed under another setting: one replay at a time, for as long as
+        its reader waits."""
+        service = self._service
+        if not self._sees_all(request):
+            raise ApiError("not_found", "with --admin-port everybody's figures are not shown here")
+        with service.aside.open(request.scope["state"]["tenant"]) as ticket:
+            values, _ = await service.read(request.scope, request.receive, ticket)
+            if self._is_replaying:
+                raise ApiError("rate_limit_exceeded", "another replay runs; ask when it has ended")
+            self._is_replaying = True
+            try:
+                found = await unless_gone(request.receive, self._replayed(values))
+            finally:
+                self._is_replaying = False
+        return Response(found, media_type="application/json")
+
+    async def _replayed(self, values: Mapping[str, object]) -> bytes:
+        evidence = await self._service.engine.evidence()
+        if not evidence:
+            raise ApiError("not_found", "this engine does not price its steps")
+        is_unwanted = threading.Event()
+        try:
+            async with asyncio.timeout(REPLAY_S):
+                return await asyncio.to_thread(self._replay, evidence, values, is_unwanted.is_set)
+        except TimeoutError:
+            raise ApiError(
+                "limit_exceeded",
+                f"the replay took more than {REPLAY_S:g} s; ask for larger steps or batches",
+            ) from None
+        except RequestFault as fault:
+            raise from_fault(fault) from None
+        except ConfigError as fault:
+            raise ApiError("invalid_value", str(fault)) from None
+        finally:
+            is_unwanted.set()  # the thread ends at its next step
 
     def _sees_all(self, request: Request) -> bool:
         tenant: Tenant = request.scope["state"]["tenant"]

@@ -256,4 +256,9 @@ def test_the_live_page_watches_a_real_engine(browser: Any, served: Running) -> N
             assert http.post("/v1/completions", json=body).status_code == 200
         until(lambda: number(page, "steps") > steps, "the steps of the request")
         assert page.is_visible("svg[aria-label^=Roofline]")
+        page.click("text=Replay the last minutes")
+        page.wait_for_selector("text=This is the setting of today")
+        page.fill("#in-max_num_seqs", "1")
+        page.click("text=Replay again")
+        page.wait_for_selector("text=With max_num_seqs 1 instead of 64")
         assert not one.faults()

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
+from ridgeline.lab.what_if import Unwanted, what_if
+from ridgeline.observe.engine_header import EngineHeader, setup_record
 from ridgeline.observe.event_log import Added, Collected, read_event_log
+from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.latency import Histogram
+from ridgeline.observe.requests import Parts, TimeBreakdown
+from ridgeline.observe.run import Totals
+from ridgeline.server import live
+from ridgeline.server.auth import ADMIN, Tenant
+from ridgeline.server.errors import ApiError
+from ridgeline.server.json_body import ClientGone
 from ridgeline.server.live import Live
+from ridgeline.speculation.report import DraftTotals
+from tests.observe.priced import CONFIG, small_pricer, small_setup
 from tests.server.running import Running, fake_config, running, until
 
 KEY, OTHER = "key-of-the-first", "key-of-the-second"
@@ -40,7 +53,8 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class Watcher:
-    """A page that is open. `last` is the newest record."""
+    """A page that is open. `last` is the newest record. It comes again while there are too many: a
+    server hears that one has gone when it writes to it."""
 
     def __init__(self, server: Running, key: str | None = None) -> None:
         self.last: dict[str, Any] = {}
@@ -50,13 +64,18 @@ class Watcher:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        with (
-            suppress(httpx.HTTPError, RuntimeError),
-            self._http.stream("GET", "/lab/live/steps") as reply,
-        ):
-            for line in reply.iter_lines():
-                if line:
-                    self.last, self.num = json.loads(line.removeprefix("data: ")), self.num + 1
+        status = 429
+        with suppress(httpx.HTTPError, RuntimeError):
+            while status == 429:
+                with self._http.stream("GET", "/lab/live/steps") as reply:
+                    status = reply.status_code
+                    if status == 200:
+                        self._read_lines(reply)
+
+    def _read_lines(self, reply: httpx.Response) -> None:
+        for line in reply.iter_lines():
+            if line:
+                self.last, self.num = json.loads(line.removeprefix("data: ")), self.num + 1
 
     def close(self) -> None:
         self._http.close()
@@ -191,7 +210,7 @@ def test_a_page_after_the_last_one_waits_for_a_record(monkeypatch: pytest.Monkey
     service: Any = SimpleNamespace(draining=False, clock=clock, engine=engine, open=set())
 
     async def two_pages() -> None:
-        live, had_a_turn = Live(service), asyncio.Event()
+        live, had_a_turn = Live(service, what_if), asyncio.Event()
         first: Any = live._stream(True, None)
         await anext(first)
         await first.aclose()
@@ -201,3 +220,150 @@ def test_a_page_after_the_last_one_waits_for_a_record(monkeypatch: pytest.Monkey
         assert had_a_turn.is_set()
 
     asyncio.run(two_pages())
+
+
+def test_what_if_replays_the_last_requests(shared: Running) -> None:
+    """Twelve at once, of which each step takes 20 ms and ten make an answer."""
+    with shared.http as http, ThreadPoolExecutor(12) as threads:
+        num_before = shared.metric("ridgeline_requests_total")
+        asked = [threads.submit(ask, http, f"!slow {i}", 10) for i in range(12)]
+        assert {each.result() for each in asked} == {200}
+        shared.wait_until_idle()
+
+        def asking(**setting: object) -> dict[str, Any]:
+            return dict(http.post("/lab/live/what-if", json=setting).json())
+
+        same = asking()
+        assert same["num_requests"] == num_before + 12
+        assert same["other"] == same["setting"]
+        assert same["asked"] == same["today"]
+        assert same["setting"]["max_num_seqs"] == 64
+        assert same["today"]["tokens_per_s"] == pytest.approx(same["measured"]["tokens_per_s"], 0.5)
+        one = asking(max_num_seqs=1)
+        assert one["today"] == same["today"]
+        assert one["other"]["max_num_seqs"] == 1
+        # The last of them begins when eleven answers of ten steps have ended.
+        assert one["asked"]["first_token_p99_s"] > 3 * same["today"]["first_token_p99_s"]
+        assert one["sentence"].startswith("With max_num_seqs 1 instead of 64: 99 % of first tokens")
+        two = asking(max_num_seqs=1, num_replicas=2)
+        assert two["asked"]["first_token_p99_s"] < one["asked"]["first_token_p99_s"]
+        for setting, words in (
+            ({"max_num_seqs": 0}, "max_num_seqs must be between 1 and 16384"),
+            ({"kv": "bf7"}, "kv is 'bf7'; choose one of auto, fp8"),
+            ({"policy": "slo"}, "policy slo needs a promise"),
+            ({"speed": 1}, "unknown field 'speed'"),
+        ):
+            reply = http.post("/lab/live/what-if", json=setting)
+            assert reply.status_code == 400
+            assert words in reply.json()["error"]["message"]
+    for key, status in (({}, 401), (bearer(OTHER), 403)):
+        reply = httpx.post(f"{shared.url}/lab/live/what-if", json={}, headers=key)
+        assert reply.status_code == status
+
+
+def test_one_replay_at_a_time_for_as_long_as_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs beside the event loop, and ends when its reader leaves or its time is over."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def replay(evidence: bytes, values: object, is_unwanted: Callable[[], bool]) -> bytes:
+        begun.set()
+        until(is_unwanted, "that nobody waits for it")
+        ended.set()
+        return b"{}"
+
+    async def read(*_: object) -> tuple[dict[str, object], int]:
+        return {}, 2
+
+    async def evidence() -> bytes:
+        return b"evidence"
+
+    async def asking() -> None:
+        is_gone = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "state": {"tenant": Tenant(rights=frozenset({ADMIN}))}}
+        request: Any = SimpleNamespace(scope=scope, receive=receive)
+        service: Any = SimpleNamespace(
+            config=SimpleNamespace(admin_port=None),
+            aside=SimpleNamespace(open=lambda tenant: nullcontext()),
+            read=read,
+            engine=SimpleNamespace(evidence=evidence),
+        )
+        page = Live(service, replay)
+        first = asyncio.create_task(page.what_if(request))
+        await asyncio.to_thread(begun.wait, 30)
+        with pytest.raises(ApiError, match="another replay runs"):
+            await page.what_if(request)
+        is_gone.set()
+        with pytest.raises(ClientGone):
+            await first
+        assert await asyncio.to_thread(ended.wait, 30)
+        is_gone.clear()
+        ended.clear()
+        monkeypatch.setattr(live, "REPLAY_S", 0.01)
+        with pytest.raises(ApiError, match=r"more than 0.01 s; ask for larger steps"):
+            await page.what_if(request)
+        assert await asyncio.to_thread(ended.wait, 30)
+
+    asyncio.run(asking())
+
+
+PROMPT, ANSWER = 20, 10
+
+
+def replayed(
+    num_drafts: int = 0,
+    scale: float = 2.0,
+    is_unwanted: Callable[[], bool] = lambda: False,
+    **setting: object,
+) -> dict[str, Any]:
+    """Three requests of PROMPT and ANSWER tokens that came at once, a fourth too long ago."""
+    header = EngineHeader(
+        num_blocks=400, block_size=16, windows=(None,), max_num_batched_tokens=64, max_num_seqs=8,
+        policy="fcfs", max_in_flight=1, prefix_caching=True, starvation_limit=8, max_preemptions=3,
+        computes_in_submit=True, setup=setup_record(small_setup(), CONFIG), num_drafts=num_drafts,
+    )  # fmt: skip
+    drafts = DraftTotals()
+    drafts.num_looked[0] = drafts.num_right[0] = 9
+    rows = tuple(
+        TimeBreakdown(f"{when}-{i}", when, 2 * PROMPT, Parts(), when + 1, num_output_tokens=ANSWER,
+                      num_cached_tokens=PROMPT)
+        for i, when in enumerate((1000.0, 1000.0, 1000.0, 1.0))
+    )  # fmt: skip
+    evidence = Evidence(
+        header=header, now=1002.0, totals=Totals(9, scale, 1.0, drafts=drafts),
+        time_breakdowns=rows, active=(), recent=(), num_finished=4,
+    )  # fmt: skip
+    return dict(json.loads(what_if(msgspec.json.encode(evidence), setting, is_unwanted)))
+
+
+def test_a_replay_takes_what_its_steps_take() -> None:
+    """One after the other: each begins when those before it have read and answered."""
+    pricer = small_pricer()
+    prompt_s = 2 * pricer.seconds(((PROMPT, 0),))
+    decodes_s = 2 * sum(pricer.seconds(((1, PROMPT + i),)) for i in range(ANSWER - 1))
+    found = replayed(max_num_seqs=1)
+    assert found["num_requests"] == 3
+    assert found["measured"]["tokens_per_s"] == 3 * ANSWER / 1.0
+    asked = found["asked"]
+    assert asked["first_token_p50_s"] == pytest.approx(2 * prompt_s + decodes_s, 1e-9)
+    assert asked["tokens_per_s"] == pytest.approx(ANSWER / (prompt_s + decodes_s), 1e-9)
+    assert asked["largest_queue"] == 2
+    assert found["today"]["largest_queue"] == 0
+    assert replayed(num_replicas=3, max_num_seqs=1)["asked"]["largest_queue"] == 0
+    # A draft that is always right halves the steps, whose price hardly differs.
+    faster = replayed(num_drafts=1)["today"]["tokens_per_s"] / found["today"]["tokens_per_s"]
+    assert 1.5 < faster < 2.0
+
+
+def test_a_replay_that_nobody_waits_for_ends_within_a_step() -> None:
+    """Its three requests take 31 steps one after the other."""
+    asked = itertools.count()
+    with pytest.raises(Unwanted):
+        replayed(is_unwanted=lambda: next(asked) == 12, max_num_seqs=1)
+    assert next(asked) == 13

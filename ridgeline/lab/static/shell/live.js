@@ -1,5 +1,6 @@
 // What is the engine doing now? Its steps under their limit, its cache, who waits and runs, and how long it takes.
 import { useEffect, useRef, useState } from "preact/hooks";
+import { Controls } from "./controls.js";
 import { events, key, reach } from "./api.js";
 import { amount, both, number, scaled, seconds } from "./format.js";
 import { html } from "./html.js";
@@ -60,7 +61,8 @@ export function LiveView() {
         <section class="panel"><h2>Tokens per second</h2><${Stage}>${(/** @type {number} */ width) => html`<${Speed} past=${past} width=${width} />`}<//></section>
         <section class="panel"><h2>Latency of the last 5 s</h2><${Stage}>${(/** @type {number} */ width) => html`<${Latency} past=${past} width=${width} />`}<//></section>
         ${server.draft_tokens > 0 && html`<section class="panel"><h2>Drafts</h2><${Drafts} server=${server} /></section>`}
-        <section class="panel"><h2>Memory contract</h2><${Memory} state=${state} used=${server.gauges.device_memory_used} /></section>`}
+        <section class="panel"><h2>Memory contract</h2><${Memory} state=${state} used=${server.gauges.device_memory_used} /></section>
+        <section class="panel wide"><h2>What if?</h2><${WhatIf} /></section>`}
       ${now && html`<section class="panel wide"><h2>Requests</h2><${Requests} requests=${now.requests} chosen=${chosen} choose=${setChosen} />
         ${chosen && html`<${Explain} id=${chosen} />`}</section>`}
     </div></main>`;
@@ -177,4 +179,33 @@ function Explain({ id }) {
   return html`<div class="explain" role="status"><p>${told.end ? `Ended (${told.end})` : "Running"} after <b>${seconds(told.latency_s)}</b>; its own work alone would take ${seconds(told.floor.prefill_s + told.floor.decode_s)}.</p>
     <svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">${parts.map((one) => { const x = at; at += (100 * one.s) / told.latency_s; return html`<rect x=${x} width=${at - x} height="10" fill="var(--${one.colour})" />`; })}</svg>
     <ul class="legend">${parts.map((one) => html`<li><svg viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10" fill="var(--${one.colour})" /></svg> ${one.words} ${seconds(one.s)}</li>`)}</ul></div>`;
+}
+
+const FIGURES = /** @type {[string, string, (value: number) => string][]} */ ([
+  ["first_token_p50_s", "first token, median", seconds], ["first_token_p99_s", "first token, 99 %", seconds],
+  ["tokens_per_s", "tokens per second", number], ["largest_queue", "largest queue", number],
+]);
+
+/** The last minutes of traffic, replayed by the simulator under another setting. */
+function WhatIf() {
+  const [told, setTold] = useState(/** @type {any} */ (null)), [wanted, setWanted] = useState(/** @type {any} */ ({}));
+  const [fault, setFault] = useState(""), [isBusy, setBusy] = useState(false);
+  const replay = async () => {
+    setBusy(true); setFault("");
+    try {
+      const reply = await reach("live/what-if", { method: "POST", body: JSON.stringify(wanted), headers: { "content-type": "application/json" } });
+      const found = await reply.json();
+      setTold(found); setWanted(found.other);
+    } catch (error) { setFault(/** @type {Error} */ (error).message); }
+    setBusy(false);
+  };
+  const cell = (/** @type {any} */ value, /** @type {(value: number) => string} */ write) => html`<td class="number">${value === null ? "–" : write(value)}</td>`;
+  const inputs = told?.inputs.map((/** @type {any} */ one) => ({ ...one, default: told.setting[one.name] }));
+  return html`${told && html`<${Controls} page=${{ inputs, presets: [] }} inputs=${wanted} act=${(/** @type {any} */ changes) => setWanted({ ...wanted, ...changes })} reset=${setWanted} />`}
+    <p><button type="button" disabled=${isBusy} onClick=${replay}>${told ? "Replay again" : "Replay the last minutes"}</button></p>
+    ${fault && html`<p class="failed" role="alert">${fault}</p>`}
+    ${told && html`<p role="status">${told.sentence}</p>
+      <table class="plain"><thead><tr><th></th><th scope="col">happened</th><th scope="col">replayed as it is</th><th scope="col">as you ask</th></tr></thead>
+      <tbody>${FIGURES.map(([name, words, write]) => html`<tr key=${name}><th scope="row">${words}</th>${[told.measured, told.today, told.asked].map((seen) => cell(seen[name], write))}</tr>`)}</tbody></table>
+      <p class="note">${number(told.num_requests)} requests that ended, simulated at ${number(told.scale)} times the price of each step, as this engine's steps took. What their prompts found in the prefix cache is left out.</p>`}`;
 }
