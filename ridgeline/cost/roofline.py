@@ -161,7 +161,7 @@ def op_cost(
 ) -> OpCost:
     """Ideal and expected seconds of all `op.count`, and what binds."""
     parts = _parts(op, device, calibration, mode)
-    ideal = _ideal(op, device)
+    ideal = ideal_seconds(op, device)
     expected = max(parts.pop("total"), ideal)
     return OpCost(
         op,
@@ -172,7 +172,8 @@ def op_cost(
     )
 
 
-def _ideal(op: Op, device: Device) -> float:
+def ideal_seconds(op: Op, device: Device) -> float:
+    """Of one of `op.count`."""
     if op.kind in COLLECTIVES:
         return op.sent_bytes / wire(device, op.ranks).bytes_per_s
     return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Annotated
 
 import msgspec
@@ -19,7 +20,8 @@ from ridgeline.architectures.counts import (
     layer_kv_bytes,
 )
 from ridgeline.architectures.spec import AttentionSpec, LatentSpec, LayerSpec, ModelSpec
-from ridgeline.cost.roofline import StepCost, step_cost
+from ridgeline.cost.ops import step_ops
+from ridgeline.cost.roofline import ideal_seconds
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.throughput import decode_shape
 from ridgeline.errors import RequestFault
@@ -27,7 +29,7 @@ from ridgeline.figures import memory, number, percent, seconds
 from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, setup_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
-STEP = "ridgeline.cost.roofline.step_cost"
+STEP = "ridgeline.cost.roofline.ideal_seconds"
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -106,7 +108,6 @@ class _Found:
     """A variant and what it was counted from."""
 
     spec: ModelSpec
-    cost: StepCost
     seen: Variant
 
 
@@ -181,30 +182,29 @@ def _variants(
         f"in {inputs.full_every - 1} of {inputs.full_every} layers",
         (_with(spec, every)),
     )
-    shared = tuple(
-        replace(grouped, cache_layer=first) if (first := i - i % inputs.shared_by) < i else grouped
-        for i in range(spec.num_layers)
-    )
+    # Whose cache a layer reads costs nothing, so that all may be one object, which is priced once.
+    shared = [grouped] + [replace(grouped, cache_layer=0)] * (inputs.shared_by - 1)
     yield "GQA, shared", f"by {inputs.shared_by} layers", _with(spec, shared)
 
 
 def _with(spec: ModelSpec, attentions: Sequence[AttentionSpec]) -> ModelSpec:
     """The layers have these one after the other, from the beginning again and again."""
     made: dict[tuple[int, int], LayerSpec] = {}  # equal layers stay one object
-    for i, layer in enumerate(spec.layers):
-        key = (id(layer), i % len(attentions))
+    layers = list[LayerSpec]()
+    for layer, attention in zip(spec.layers, cycle(attentions)):
+        key = (id(layer), id(attention))
         if key not in made:
-            made[key] = replace(layer, attention=attentions[key[1]], schemes=())
-    every = (made[id(layer), i % len(attentions)] for i, layer in enumerate(spec.layers))
-    return replace(spec, layers=tuple(every))
+            made[key] = replace(layer, attention=attention, schemes=())
+        layers.append(made[key])
+    return replace(spec, layers=tuple(layers))
 
 
 def _counted(setup: Setup, spec: ModelSpec, name: str, title: str, inputs: Inputs) -> _Found:
     precision = setup.precision
     size, kv = precision.dtype_bytes, precision.kv
-    cost = step_cost(replace(setup, spec=spec), decode_shape(inputs.batch, inputs.context - 1))
+    shape = decode_shape(inputs.batch, inputs.context - 1)
+    ops = step_ops(spec, shape, setup.layout, precision)
     attention = spec.layers[0].attention
-    ops = [one.op for one in cost.ops]
     attends = [op for op in ops if op.kind == "decode_attention"]
     read = sum(op.count * op.kv_bytes for op in attends)
     seen = Variant(
@@ -217,10 +217,10 @@ def _counted(setup: Setup, spec: ModelSpec, name: str, title: str, inputs: Input
         kv_bytes(spec, inputs.context, size, kv),
         read,
         sum(op.count * op.weight_bytes for op in ops),
-        cost.ideal_s,
+        sum(op.count * ideal_seconds(op, setup.device) for op in ops),
         sum(op.count * op.flops for op in attends) / read,
     )
-    return _Found(spec, cost, seen)
+    return _Found(spec, seen)
 
 
 def _kept(attention: AttentionSpec) -> str:
