@@ -60,28 +60,6 @@ def spec_of(model: str) -> ModelSpec:
     return architectures.read_spec(models()[model].config)
 
 
-def setup_of(
-    model: str,
-    device: str,
-    weights: str = "bf16",
-    kv: str = "auto",
-    layout: Layout = ONE_DEVICE,
-    peak_tflops: float = 0.0,
-    bandwidth_gb_s: float = 0.0,
-) -> Setup:
-    """What the cost model needs. A peak or a bandwidth above 0 stands for the data sheet's. Raises
-    ConfigError for what cannot be had, as a layout that does not divide the model."""
-    spec, found = spec_of(model), hardware.find_device(device)
-    precision = Precision.named(weights, kv)
-    if peak_tflops:
-        found = replace(found, peak_flops={precision.compute_dtype: peak_tflops * 1e12})
-    if bandwidth_gb_s:
-        found = replace(found, bandwidth=bandwidth_gb_s * 1e9)
-    if not found.bandwidth:
-        raise RequestFault(f"{device} has no known memory bandwidth", param="device")
-    return Setup(spec, found, layout, precision)
-
-
 @lru_cache(maxsize=64)
 def pricer_of(
     model: str,
@@ -92,8 +70,18 @@ def pricer_of(
     peak_tflops: float = 0.0,
     bandwidth_gb_s: float = 0.0,
 ) -> Pricer:
-    """What prices steps of the set-up of these words, kept for the next move of a slider."""
-    return Pricer(setup_of(model, device, weights, kv, layout, peak_tflops, bandwidth_gb_s))
+    """What prices steps of the set-up of these words, kept for the next move of a slider. A peak or
+    a bandwidth above 0 stands for the data sheet's. Raises ConfigError for what cannot be had, as a
+    layout that does not divide the model."""
+    spec, found = spec_of(model), hardware.find_device(device)
+    precision = Precision.named(weights, kv)
+    if peak_tflops:
+        found = replace(found, peak_flops={precision.compute_dtype: peak_tflops * 1e12})
+    if bandwidth_gb_s:
+        found = replace(found, bandwidth=bandwidth_gb_s * 1e9)
+    if not found.bandwidth:
+        raise RequestFault(f"{device} has no known memory bandwidth", param="device")
+    return Pricer(Setup(spec, found, layout, precision))
 
 
 def kind_of(origin: Origin) -> Kind:

@@ -26,7 +26,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.throughput import decode_shape
 from ridgeline.errors import RequestFault
 from ridgeline.figures import memory, number, percent, seconds
-from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, setup_of
+from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, pricer_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
 STEP = "ridgeline.cost.roofline.ideal_seconds"
@@ -112,7 +112,7 @@ class _Found:
 
 
 def answer(inputs: Inputs) -> Answer[Drawing]:
-    setup = setup_of(inputs.model, inputs.device, inputs.weights, inputs.kv)
+    setup = pricer_of(inputs.model, inputs.device, inputs.weights, inputs.kv).setup
     base = _plain(setup.spec.layers[0].attention)
     if base.num_heads % inputs.kv_heads:
         divisors = [n for n in range(1, base.num_heads + 1) if base.num_heads % n == 0]

@@ -25,7 +25,7 @@ from ridgeline.cost.ops import step_ops
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.throughput import decode_shape
 from ridgeline.figures import memory, number, scaled, seconds
-from ridgeline.lab.machine import Cache, Device, Model, Weights, setup_of
+from ridgeline.lab.machine import Cache, Device, Model, Weights, pricer_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
 TILE_ROWS = 128  # of queries, of keys and of values, in a kernel of attention
@@ -85,7 +85,7 @@ class Drawing(msgspec.Struct, frozen=True):
 
 
 def answer(inputs: Inputs) -> Answer[Drawing]:
-    setup = setup_of(inputs.model, inputs.device, inputs.weights, inputs.kv)
+    setup = pricer_of(inputs.model, inputs.device, inputs.weights, inputs.kv).setup
     levels = tiers(setup.device, inputs.host_gb * 1e9, inputs.disk_gb_s * 1e9)
     amounts = _amounts(setup, inputs)
     placed = place(amounts, levels, UTILIZATION)
