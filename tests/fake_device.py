@@ -181,6 +181,7 @@ class Row:
     is_stale: bool = False  # a beam that has sampled: the host decides how it goes on
     opened_during: frozenset[int] = frozenset()  # steps of which the host knew no result then
     died_in: int = 0  # the step whose result is the first to say that it is dead
+    sampled_in: int = 0  # its newest token
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ class FakeDevice:
     ) -> None:
         self.num_blocks, self.block_size, self.windows = num_blocks, block_size, windows
         self.num_drafts, self.rng = num_drafts, random.Random(seed)
+        self.stages = 1  # a token that the last samples is with the first so many steps later
         self.step_fault = self.row_fault = self.submit_fault = 0.0
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
         self.rows: dict[str, Row] = {}
@@ -330,6 +332,9 @@ class FakeDevice:
         demand(entry.start == start or entry.start > start >= 0 < self.num_drafts, "start", entry)
         tokens = row.token_ids[start : start + real]
         demand(len(tokens) == real, "only tokens there are", entry, start)
+        if start + real == len(row.token_ids) and row.sampled_in in self.in_flight:
+            has_come = max(self.in_flight) - row.sampled_in >= self.stages
+            demand(has_come, "the token has come back to the first stage", entry)
         demand(entry.samples == (start + real == len(row.token_ids)), "samples at the end", entry)
         fill = [VOCAB - 1] * (entry.num_draft - len(row.draft_tokens))
         draft_tokens = (row.draft_tokens + fill)[: entry.num_draft]
@@ -438,6 +443,7 @@ class FakeDevice:
             )
         self.num_accepted += len(new) - 1
         row.token_ids += new
+        row.sampled_in = max(self.in_flight)
         result.token_ids[entry.request_id] = tuple(new)
         if self.num_drafts and row.sampling.beam_width == 1:
             row.draft_tokens = self._draft(row)

@@ -101,6 +101,7 @@ class Case:
     arrival: float
     beams: float
     weights: tuple[float, ...] = (1.0,)  # of its tenants
+    stages: int = 1
 
 
 def draw_case(rng: random.Random) -> Case:
@@ -199,12 +200,14 @@ class CheckedDevice(FakeDevice):
 
     scheduler: Scheduler
     flown: dict[int, list[Request]]  # by step in flight: whose tokens
+    num_preemptions = 0  # up to the last step
     num_early_takers = 0  # rows that were opened over blocks which were still to be filled
 
     def submit(self, plan: StepPlan) -> FakeFuture:
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         names = [entry.request_id for entry in plan.scheduled]
         demand(len(set(names)) == len(names) > 0, "scheduled at most once, and somebody", names)
+        self._check_lane(plan)
         total = sum(entry.num_tokens for entry in plan.scheduled)
         demand(total <= scheduler.max_num_batched_tokens, "within the budget", total)
         rows = {row.request_id: row for _, row, _ in scheduler._in_flight[plan.step_id][1]}
@@ -234,6 +237,20 @@ class CheckedDevice(FakeDevice):
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
         return future
 
+    def _check_lane(self, plan: StepPlan) -> None:
+        """Decodes of a pipeline are divided evenly: no step has more of them than its part of the
+        rows that were running, those that it preempts among them."""
+        opened = {new.request_id for new in plan.new}
+        decodes = [
+            e
+            for e in plan.scheduled
+            if e.samples and e.num_tokens == 1 and e.request_id not in opened
+        ]
+        before, self.num_preemptions = self.num_preemptions, self.scheduler.num_preemptions
+        num_rows = len(self.scheduler.running) + self.num_preemptions - before
+        most = -(-num_rows // self.stages)
+        demand(self.stages == 1 or len(decodes) <= most, "an even part of the decodes", plan)
+
     def _promised_now(self, row: Request, plan: StepPlan) -> set[int]:
         """Blocks that it fills in this very step and that others may find, or have taken."""
         made = self.scheduler.blocks._published_early.get(plan.step_id, ())
@@ -261,6 +278,10 @@ class World(Listener):
             rng = random.Random(self.seed)
             weights = tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(rng.randint(1, 4)))
             case = replace(case, weights=weights)
+        stages = random.Random(f"stages {self.seed}").choice([1, 1, 2, 3, 4])
+        if stages > 1 and not case.num_drafts:
+            in_flight = self.rng.choice([1, stages, stages + 1, stages + 1])
+            case = replace(case, stages=stages, max_in_flight=in_flight)
         return case
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
@@ -292,8 +313,9 @@ class World(Listener):
             num_drafts=case.num_drafts,
             starvation_limit=case.starvation_limit,
             max_preemptions=case.max_preemptions,
+            stages=case.stages,
         )
-        self.device.scheduler = self.scheduler
+        self.device.scheduler, self.device.stages = self.scheduler, case.stages
         self.device.flown = {}
         self.clock = VirtualClock()
         self.engine = Engine(self.scheduler, self.device, self.clock, case.max_in_flight)

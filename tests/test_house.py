@@ -46,9 +46,9 @@ MAX_LINES = {
     "quantization": 3_045,  # how far off a format is, for the lab
     "router": 300,  # first tokens predicted, from priced and observed speeds
     "sampling": 900,
-    "scheduler": 3_567,  # blocks change hands together, in half the CPU time
+    "scheduler": 3_585,  # blocks change hands together, in half the CPU time
     "server": 9_181,  # the words of its options; pages for browsers, and what they watch
-    "simulator": 2_215,  # lanes of slots; replicas that are lost, and what a router sees of them
+    "simulator": 2_237,  # lanes of slots; replicas that are lost, and what a router sees of them
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_105,
 }

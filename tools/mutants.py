@@ -86,6 +86,30 @@ MUTANTS = (
         "samples = start + num_tokens - num_draft == len(row.token_ids)",
         "samples = True",
     ),
+    Mutant(
+        "pipeline: a token is there in the very next step",
+        SCHEDULER,
+        "step.step_id - row.sampling_step >= self.stages",
+        "True",
+    ),
+    Mutant(
+        "pipeline: a token is there one step too early",
+        SCHEDULER,
+        "step.step_id - row.sampling_step >= self.stages",
+        "step.step_id - row.sampling_step >= self.stages - 1",
+    ),
+    Mutant(
+        "pipeline: the first step takes all decodes",
+        SCHEDULER,
+        "left, found = -(-len(line) // self.stages), []",
+        "left, found = len(line), []",
+    ),
+    Mutant(
+        "pipeline: a step that reads the end of a prompt is not known to sample",
+        SCHEDULER,
+        "                if entry.samples:\n                    row.sampling_step",
+        "                if entry.num_tokens == 1:\n                    row.sampling_step",
+    ),
     Mutant("does not count the budget", SCHEDULER, "step.budget -= num_tokens", "pass"),
     Mutant(
         "plans as if all drafts failed",

@@ -71,6 +71,7 @@ class QuietSteps:
             and policy.token_budget is Policy.token_budget
             and policy.on_plan is Policy.on_plan
             and not scheduler.num_drafts
+            and scheduler.stages == 1
         )
 
     def rows(self) -> list[Request]:

@@ -14,7 +14,7 @@ from ridgeline.scheduler.beams import BeamSearches, Search
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import InFlight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
-from ridgeline.scheduler.queue import STARVATION_LIMIT
+from ridgeline.scheduler.queue import STARVATION_LIMIT, Line
 from ridgeline.scheduler.results import ResultTaker, verified_of_running
 from ridgeline.scheduler.state import SchedulerState, can_share, has_prompt
 from ridgeline.step import (
@@ -104,6 +104,12 @@ class Scheduler:
     who is being answered waits for its end; but a fourth of them are for prompts, and where more
     than SHORT_LINE prompts wait, there are as many times more as there are such lines: then most of
     those who wait wait for prompts.
+
+    With several `stages` the executor is a pipeline: a token that the last stage samples reaches
+    the first in time for the step that comes so many steps later, and not before. Decodes are
+    divided evenly among as many steps as there are stages. Chunks of a prompt may follow each
+    other: each stage runs its part of all steps in order, so what holds for a device's keys and
+    values holds for those of a stage.
     """
 
     def __init__(
@@ -120,11 +126,13 @@ class Scheduler:
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
         max_num_mixed_tokens: int | None = None,
+        stages: int = 1,
     ) -> None:
         check(max_num_batched_tokens > 0 and max_num_seqs > 0, "a step has room for a token")
         mixed = max_num_mixed_tokens
         check(mixed is None or mixed > 0, "a step has room for a token", got=mixed)
         check(mixed is None or chunked_prefill, "only prompts in chunks are bounded")
+        check(stages == 1 or (stages > 1 and not num_drafts), "no drafts over stages", got=stages)
         self.blocks = blocks
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -134,6 +142,7 @@ class Scheduler:
         self.finds_drafts = finds_drafts
         self.chunked_prefill = chunked_prefill
         self.max_num_mixed_tokens = mixed
+        self.stages = stages
         self.capacity = Capacity(
             blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
@@ -232,6 +241,10 @@ class Scheduler:
         ).knowing(step.decodes)
         state.preempted, state.finished = [], []
         state.last_planned = step.step_id
+        if self.stages > 1:
+            for entry, row, _ in step.in_flight:
+                if entry.samples:
+                    row.sampling_step = step.step_id
         self._in_flight[step.step_id] = (plan, step.in_flight)
         self.policy.on_plan(step.in_flight)
         return plan
@@ -319,7 +332,8 @@ class Scheduler:
         scheduled, in_flight, blocks = step.scheduled, step.in_flight, self.blocks
         no_blocks, may_draft = blocks.no_blocks, self.num_drafts > 0
         drafts, budget = step.num_draft_tokens > 0, step.budget
-        for _, _, row in self.running.in_order(step.now):
+        line = self.running.in_order(step.now)
+        for _, _, row in line if self.stages == 1 else self._lane(line, step):
             if budget <= 0:
                 break
             start, tokens = row.num_computed_tokens, row.token_ids
@@ -354,6 +368,20 @@ class Scheduler:
             budget -= num_draft + 1
         step.budget = budget
         return others
+
+    def _lane(self, line: Line, step: _Step) -> Line:
+        """Of running rows those that this step of a pipeline may compute: all with prompts, and
+        this step's part of the decodes whose newest tokens are known or have come back."""
+        left, found = -(-len(line) // self.stages), []
+        for entry in line:
+            row = entry[-1]
+            if row.num_pending_tokens == 1:
+                is_back = step.step_id - row.sampling_step >= self.stages
+                if not left or (row.token_ids[-1] == UNKNOWN_TOKEN and not is_back):
+                    continue
+                left -= 1
+            found.append(entry)
+        return found
 
     def _read_running(self, rows: Sequence[Request], step: _Step) -> None:
         """Chunks of the prompts of these rows, as long as there is a budget."""

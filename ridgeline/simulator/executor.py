@@ -118,10 +118,11 @@ class SimulatedFuture(msgspec.Struct, frozen=True, gc=False):
 class SimulatedExecutor:
     """Executes plans in no time of ours and `pricer.seconds` of the clock's.
 
-    A step starts when it is submitted or when the one before it has ended, whichever is later.
-    `computes_in_submit`: the caller of `submit` waits until it has ended. `answers` is filled by
-    whoever adds requests. Ghosts are rows that have ended in a batch whose size does not change:
-    each costs as much as the longest living one.
+    A step starts when it is submitted or when the one before it has ended, whichever is later. With
+    `stages` that holds for each of them, which has its own price and waits for the one before it.
+    `computes_in_submit`: the caller of `submit` waits until it (or its first stage) has ended.
+    `answers` is filled by whoever adds requests. Ghosts are rows that have ended in a batch whose
+    size does not change: each costs as much as the longest living one.
     """
 
     pricer: StepPricer
@@ -133,6 +134,8 @@ class SimulatedExecutor:
     rng: Rng | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
     num_ghosts: int = 0
+    stages: tuple[StepPricer, ...] = ()
+    stages_until: list[float] = field(init=False)  # when each is done with all it has been given
     busy_until: float = 0.0
     spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
     _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with drafts alone
@@ -141,18 +144,31 @@ class SimulatedExecutor:
 
     def __post_init__(self) -> None:
         self._prices_logits = isinstance(self.pricer, Target)  # a slow question
+        self.stages_until = [0.0] * len(self.stages)
 
     def submit(self, plan: StepPlan) -> SimulatedFuture:
-        seconds = self._seconds_of(plan)
-        if self.speculation is not None:
-            seconds += self._draft(plan, self.speculation) + self._more_logits(plan, seconds)
-        start = max(self.clock.now(), self.busy_until)
-        self.busy_until = start + seconds
-        span = Span(start, self.busy_until)
+        if self.stages:
+            span, free = self._pass(plan.shape), self.stages_until[0]
+        else:
+            seconds = self._seconds_of(plan)
+            if self.speculation is not None:
+                seconds += self._draft(plan, self.speculation) + self._more_logits(plan, seconds)
+            start = max(self.clock.now(), self.busy_until)
+            free = start + seconds
+            span = Span(start, free)
+        self.busy_until = span.end_s
         self.spans.append(span)
         if self.computes_in_submit:
-            self.clock.advance_to(span.end_s)
+            self.clock.advance_to(free)
         return SimulatedFuture(plan, span, self)
+
+    def _pass(self, shape: StepShape) -> Span:
+        """Through all stages."""
+        shape, until = self._filled(shape), self.stages_until
+        start = end = max(self.clock.now(), until[0])
+        for n, stage in enumerate(self.stages):
+            end = until[n] = max(end, until[n]) + stage.seconds(shape)
+        return Span(start, end)
 
     def leap(self, spans: Iterable[Span], busy_until: float) -> None:
         """Many steps later: `spans` are those in flight now."""
@@ -162,9 +178,12 @@ class SimulatedExecutor:
 
     def seconds(self, shape: StepShape) -> float:
         """Of a step, with the rows that only fill the batch."""
-        if self.num_ghosts and shape:
-            shape += ((1, max(context for _, context in shape)),) * self.num_ghosts
-        return self.pricer.seconds(shape)
+        return self.pricer.seconds(self._filled(shape))
+
+    def _filled(self, shape: StepShape) -> StepShape:
+        if not self.num_ghosts or not shape:
+            return shape
+        return shape + ((1, max(context for _, context in shape)),) * self.num_ghosts
 
     def _seconds_of(self, plan: StepPlan) -> float:
         if not self.num_ghosts and isinstance(self.pricer, Pricer):

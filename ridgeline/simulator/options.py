@@ -19,11 +19,13 @@ PLANS_AHEAD_S = 3e-3  # medians of an H200's server, two loads of an 8B model: 3
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """All that a replica need know of its hardware and model. `windows` as the block manager's."""
+    """All that a replica need know of its hardware and model. `windows` as the block manager's.
+    `stages` price the parts of a step, one after the other, where it runs through a pipeline."""
 
     pricer: StepPricer
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
+    stages: tuple[StepPricer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

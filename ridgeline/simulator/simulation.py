@@ -372,6 +372,7 @@ class Simulation:
             draft_lengths=_controller(speculation, machine.pricer),
             chunked_prefill=options.chunked_prefill,
             max_num_mixed_tokens=options.max_num_mixed_tokens if options.chunked_prefill else None,
+            stages=max(1, len(machine.stages)),
         )
         clock = VirtualClock()  # one for each: a loop may stand still while others go on
         executor = SimulatedExecutor(
@@ -382,10 +383,10 @@ class Simulation:
             options.computes_in_submit,
             speculation,
             self.rng,
+            stages=machine.stages,
         )
-        engine = LeapingEngine(
-            scheduler, executor, clock, options.max_in_flight, options.plans_ahead_s
-        )
+        in_flight = max(options.max_in_flight, len(machine.stages) + 1 if machine.stages else 0)
+        engine = LeapingEngine(scheduler, executor, clock, in_flight, options.plans_ahead_s)
         if listener_of is not None:
             engine.listeners.append(listener_of(number, scheduler))
         static = options.static_batching
