@@ -48,16 +48,10 @@ from ridgeline.kernels.large_m_linear import fits_large_m, large_m_linear
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import (
-    Beside,
-    Fusion,
-    InputNorm,
-    fits_small,
-    small_linear,
-    small_linear_reference,
-)
+from ridgeline.kernels.small_linear import Beside, Fusion, InputNorm, fits_small, small_linear
 from ridgeline.kernels.tile_linear import SOURCE as TILES
 from ridgeline.kernels.tiles import Place, Tile, bucket, kind_of, write_tiles
+from tests.kernels.references import small_linear_reference
 
 Row = dict[str, Any]
 ROWS = (1, 32, 8, 128, 256, 64, 16, 512, 2, 4, 1024, 2048)

@@ -34,7 +34,6 @@ from ridgeline.kernels.paged_prefill import (
     MOST_PROGRAMS,
     Config,
     PrefillBatch,
-    has_parts,
     paged_prefill,
     paged_prefill_reference,
     work_items,
@@ -144,7 +143,7 @@ class Inputs:
             num_programs=num_programs,
         )
         workspace = None
-        if config is not None and has_parts(work):
+        if config is not None and (work[:, 9] > 1).any():
             tiles = len(work) * self.heads[1]
             numbers = tiles * config.block_m * (self.heads[2] + 2)
             workspace = make_workspace(self.q.device, numbers, tiles)

@@ -40,13 +40,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.kernels import int8_linear as of_int8
-from ridgeline.kernels.fp8_linear import (
-    DTYPE,
-    MAX_STREAMED,
-    Fp8Matrix,
-    fp8_linear_reference,
-    library_product,
-)
+from ridgeline.kernels.fp8_linear import DTYPE, MAX_STREAMED, Fp8Matrix, library_product
 from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.quantize_rows import (
     E4M3,
@@ -58,19 +52,9 @@ from ridgeline.kernels.quantize_rows import (
 )
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import (
-    InputNorm,
-    linear_by_tile,
-    small_linear_reference,
-)
+from ridgeline.kernels.small_linear import InputNorm, linear_by_tile
 from ridgeline.kernels.stream_linear import MAX_ROWS as STREAM_ROWS
-from ridgeline.kernels.stream_linear import (
-    ROOM_BYTES,
-    Scales,
-    groups_of,
-    rounded_reference,
-    stream_linear,
-)
+from ridgeline.kernels.stream_linear import ROOM_BYTES, Scales, groups_of, stream_linear
 from ridgeline.kernels.tile_linear import (
     columns_of,
     shared_bytes,
@@ -87,6 +71,7 @@ from ridgeline.kernels.tiles import (
     read_tiles,
     write_tiles,
 )
+from tests.kernels.references import fp8_linear_reference, rounded_reference, small_linear_reference
 
 Row = dict[str, Any]  # of rows.jsonl
 PACKAGE_TABLE = Path(__file__).resolve().parents[2] / "ridgeline" / "kernels" / FILE

@@ -266,15 +266,6 @@ def flops_per_key(attention: AttentionSpec) -> int:
     return 2 * attention.num_heads * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
 
 
-def flops_per_token(spec: ModelSpec, context: int) -> int:
-    """Operations to decode one token that sees `context` tokens, itself included."""
-    return (
-        linear_flops_per_token(spec)
-        + attention_flops(spec, 1, max(context, 1) - 1)
-        + logits_flops(spec)
-    )
-
-
 def behind_last_attention_flops(spec: ModelSpec) -> int:
     """Operations of one token behind the attention of the last layer, up to the output matrix. They
     are for its own logits alone, as no layer attends any more."""

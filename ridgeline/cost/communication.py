@@ -77,20 +77,6 @@ def two_shot_s(num_bytes: float, ranks: int, bytes_per_s: float, alpha_s: float)
     return 2 * alpha_s + 2 * (ranks - 1) / ranks * num_bytes / bytes_per_s
 
 
-def all_gather_s(num_bytes: float, ranks: int, bytes_per_s: float, alpha_s: float) -> float:
-    """`num_bytes` are what every rank has in the end."""
-    return 0.0 if ranks == 1 else alpha_s + (ranks - 1) / ranks * num_bytes / bytes_per_s
-
-
-def all_to_all_s(num_bytes: float, ranks: int, bytes_per_s: float, alpha_s: float) -> float:
-    """`num_bytes` are what every rank has to give, a part of it to itself."""
-    return 0.0 if ranks == 1 else alpha_s + (ranks - 1) / ranks * num_bytes / bytes_per_s
-
-
-def point_to_point_s(num_bytes: float, bytes_per_s: float, alpha_s: float) -> float:
-    return alpha_s + num_bytes / bytes_per_s
-
-
 def message_s(
     kind: str,
     sent_bytes: float,

@@ -195,23 +195,6 @@ def prompt_seconds(pricer: StepPricer, num_input: int, budget: int) -> float:
     return mean * len(whole) + pricer.seconds(last)
 
 
-def largest_batch(
-    pricer: StepPricer, load: Load, limit: int, tpot_s: float, stages: int = 1
-) -> int:
-    """The most requests in flight, up to `limit`, whose mean TPOT keeps within `tpot_s`; 0: none.
-
-    This is how a batch limit follows from a promise: TPOT grows with the batch.
-    """
-    low, high = 0, min(limit, load.max_num_batched_tokens)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if throughput(pricer, replace(load, batch=middle), stages).tpot_s <= tpot_s:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def saturation(pricer: StepPricer, load: Load, limit: int, stages: int = 1) -> Throughput:
     """The throughput of a server that never runs out of waiting requests: `limit` are in flight."""
     most = min(limit, load.max_num_batched_tokens)
@@ -232,11 +215,6 @@ def in_flight(request_rate: float, e2e_s: float) -> float:
 def closed_loop_rate(batch: int, e2e_s: float) -> float:
     """Little's law again: requests per second of `batch` places that are always taken."""
     return batch / e2e_s
-
-
-def people(requests_in_flight: float, think_time_s: float, e2e_s: float) -> float:
-    """How many humans keep so many requests in flight when they think between two of them."""
-    return requests_in_flight * (think_time_s + e2e_s) / e2e_s
 
 
 def replicas(request_rate: float, rate_per_replica: float, headroom: float = 0.0) -> int:

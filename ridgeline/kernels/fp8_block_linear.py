@@ -104,14 +104,6 @@ def block_tile(rows: int, outputs: int, inputs: int) -> BlockTile:
     return replace(tile, splits=splits)
 
 
-def fp8_block_linear_reference(
-    x_MK: torch.Tensor, weight: Fp8Blocks, *, bias_N: torch.Tensor | None = None
-) -> torch.Tensor:
-    """In float32, rounded once."""
-    bias = None if bias_N is None else bias_N.float()
-    return functional.linear(x_MK.float(), dequantize_blocks(weight), bias).to(x_MK.dtype)
-
-
 def dequantize_blocks(weight: Fp8Blocks) -> torch.Tensor:
     """[N, K] float32."""
     outputs, inputs = weight.codes_NK.shape

@@ -20,7 +20,7 @@ from torch.nn import functional
 from ridgeline.errors import check
 from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
-from ridgeline.kernels.rms_norm import add_norm, rms_norm, rms_norm_reference
+from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import Beside, InputNorm, multiply_into
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
@@ -228,26 +228,6 @@ def library_product(
         out_dtype=torch.bfloat16,
         use_fast_accum=use_fast_accum,
     )
-
-
-def fp8_linear_reference(
-    x_MK: torch.Tensor,
-    weight: Fp8Matrix,
-    *,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """In float32, rounded once."""
-    normed_MK = x_MK if norm is None else rms_norm_reference(x_MK, norm.weight_K, norm.eps)
-    y_MN = normed_MK.float() @ dequantize_rows(weight).T
-    y_MN = y_MN if bias_N is None else y_MN + bias_N.float()
-    if gated:
-        gate_MO, up_MO = y_MN.chunk(2, -1)
-        y_MN = functional.silu(gate_MO) * up_MO
-    y_MN = y_MN if residual_MO is None else y_MN + residual_MO.float()
-    return y_MN.to(x_MK.dtype)
 
 
 def dequantize_rows(weight: Fp8Matrix) -> torch.Tensor:

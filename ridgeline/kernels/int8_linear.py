@@ -209,27 +209,6 @@ def widened_linear(
     return fp8_by_tile(x_MK, matrix, tile, bias_N=bias_N, out_MO=out_MO)
 
 
-def int8_linear_reference(
-    rows: QuantizedRows,
-    weight: Int8Matrix,
-    dtype: torch.dtype,
-    *,
-    bias_N: torch.Tensor | None = None,
-    residual_MO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`int8_product` without a gate, to the last bit: whole numbers added up, then four operations
-    in float32, each rounded."""
-    sums_MN = (rows.codes_MK.double() @ weight.codes_NK.double().T).float()
-    y_MN = sums_MN * (rows.scale_M.float()[:, None] * weight.scale_N.float()[None])
-    y_MN = y_MN if bias_N is None else y_MN + bias_N.float()
-    return (y_MN if residual_MO is None else y_MN + residual_MO.float()).to(dtype)
-
-
-def dequantize_int8(weight: Int8Matrix) -> torch.Tensor:
-    """[N, K] float32."""
-    return weight.codes_NK.float().mul_(weight.scale_N.float()[:, None])
-
-
 def pieces(rows: int) -> Iterator[slice]:
     """As many rows as one launch takes at once."""
     for begin in range(0, rows, MOST_ROWS):

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.kernels.fp8_linear import MANY_NUMBERS, Fp8Matrix, dequantize_rows, takes_e4m3
-from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows
+from ridgeline.kernels.quantize_rows import quantize_rows
 
 WIDE = 8192  # outputs above which tiles of 128 of them still keep a device busy
 
@@ -89,19 +89,6 @@ def invariant_linear_reference(
     """In float32, rounded once, to the dtype of x unless told."""
     bias = None if bias_N is None else bias_N.float()
     return functional.linear(x_MK.float(), weight_NK.float(), bias).to(dtype or x_MK.dtype)
-
-
-def invariant_fp8_reference(
-    rows: QuantizedRows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    *,
-    bias_N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Of rounded rows, in float32, rounded once."""
-    x_MK = rows.codes_MK.float() * rows.scale_M[:, None]
-    bias = None if bias_N is None else bias_N.float()
-    return functional.linear(x_MK, dequantize_rows(weight), bias).to(dtype)
 
 
 def _by_pieces(x_MK: torch.Tensor, weight: Fp8Matrix, bias_N: torch.Tensor | None) -> torch.Tensor:

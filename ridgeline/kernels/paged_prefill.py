@@ -125,11 +125,6 @@ def prefill_config(
     return Config()
 
 
-def has_parts(work: npt.NDArray[np.int32]) -> bool:
-    """Whether keys of a tile have been dealt out, so that the launch needs a workspace."""
-    return bool((work[:, 9] > 1).any())
-
-
 def work_items(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],

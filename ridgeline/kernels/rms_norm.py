@@ -70,10 +70,3 @@ def add_norm(
         if elementwise.serves(x_TE) and elementwise.serves(residual_TE):
             return elementwise.add_norm(x_TE, residual_TE, weight_E, eps)
     return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
-
-
-def add_norm_reference(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> torch.Tensor:
-    residual_TE.copy_(residual_TE.float() + x_TE.float())
-    return rms_norm_reference(residual_TE, weight_E, eps)

@@ -49,8 +49,3 @@ def silu_mul(gate_up_TG: torch.Tensor, *, pdl: bool | None = None) -> torch.Tens
         if elementwise.serves(gate_up_TG):
             return elementwise.silu_mul(gate_up_TG)
     return gated(gate_up_TG, "silu")
-
-
-def silu_mul_reference(gate_up_TG: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up_TG.float().chunk(2, -1)
-    return (functional.silu(gate) * up).to(gate_up_TG.dtype)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ridgeline.errors import check
 from ridgeline.kernels.launching import Workspace, has_warpgroup_products, shared_workspace
-from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
 
@@ -160,26 +160,6 @@ def linear_by_tile(
 
     workspace = workspace or shared_workspace(x_MK.device)
     return small_linear_triton(x_MK, weight_NK, tile=tile, workspace=workspace, pdl=pdl, **beside)
-
-
-def small_linear_reference(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    *,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """All in float32; rounded once, to the dtype of x."""
-    x_dtype, x_MK = x_MK.dtype, x_MK.float()
-    normed_MK = x_MK if norm is None else rms_norm_reference(x_MK, norm.weight_K.float(), norm.eps)
-    y_MO = normed_MK @ weight_NK.float().T
-    y_MO = y_MO if bias_N is None else y_MO + bias_N.float()
-    if gated:
-        gate_MO, up_MO = y_MO.chunk(2, -1)
-        y_MO = functional.silu(gate_MO) * up_MO
-    return (y_MO if residual_MO is None else y_MO + residual_MO.float()).to(x_dtype)
 
 
 def _tile(

@@ -32,8 +32,6 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, E4M3: 2, INT8: 4}
 OUTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of y
 ROUNDS = {E4M3: 3, INT8: 5}  # bfloat16 beside such weights becomes the same
 ROUNDED_TOGETHER = 128  # numbers of a row of x with one scale
-LARGEST = {E4M3: 448.0, INT8: 127.0}
-LEAST = 1e-30  # numbers of which none is larger become 0
 SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of rows of W
 ROOM_BYTES = 227 << 10  # of a block on an H100 or H200
 MOST_STRIDE = 1 << 32  # bytes between rows
@@ -184,16 +182,6 @@ def stream_linear(
         cluster=tile.splits,
     )
     return y_MO
-
-
-def rounded_reference(x_MK: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """[M, K] float32: each 128 numbers of a row as codes times a scale, the largest of them being
-    448 of e4m3 or 127 of int8."""
-    blocks_MBk = x_MK.float().view(x_MK.shape[0], -1, ROUNDED_TOGETHER)
-    scale_MB1 = blocks_MBk.abs().amax(-1, keepdim=True) / LARGEST[dtype]
-    codes_MBk = blocks_MBk / scale_MB1.clamp(min=LEAST)
-    codes_MBk = codes_MBk.round() if dtype == INT8 else codes_MBk.to(dtype).float()
-    return (codes_MBk * scale_MB1).flatten(1)
 
 
 def columns_of(rows: int) -> tuple[int, int]:

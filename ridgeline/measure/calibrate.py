@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -219,11 +218,3 @@ def launch_seconds(device: torch.device) -> float:
 def _dated(found: Fit, versions: dict[str, str], date: str) -> Fit:
     calibration = replace(found.calibration, versions=versions, date=date)
     return replace(found, calibration=calibration)
-
-
-def step_errors(found: Fit) -> float | None:
-    """Median error of whole steps kept out, over all classes; None without any."""
-    errors = [
-        error.median for name, error in found.errors.items() if name.split()[0].endswith("_step")
-    ]
-    return statistics.median(errors) if errors else None

@@ -58,11 +58,6 @@ class RunSummary(Achieved):
         return ratio(self.measured_s, self.expected_s)
 
     @property
-    def ideal_share(self) -> float:
-        """How much of the measured time an ideal device would need."""
-        return ratio(self.ideal_s, self.measured_s)
-
-    @property
     def host_share(self) -> float:
         return ratio(self.host_s, self.host_s + self.measured_s)
 

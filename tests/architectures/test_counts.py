@@ -9,7 +9,6 @@ import pytest
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.counts import (
     attention_flops,
-    flops_per_token,
     kv_bytes,
     kv_bytes_per_token,
     num_active_parameters,
@@ -36,9 +35,9 @@ def test_attention_counts_every_visible_pair_once() -> None:
 
 def test_a_step_is_the_sum_of_its_tokens() -> None:
     spec = read_spec(config("mixtral"))
-    one_by_one = sum(flops_per_token(spec, context) for context in range(6, 11))
+    one_by_one = sum(step_flops(spec, [(1, seen)], 1) for seen in range(5, 10))
     assert step_flops(spec, [(5, 5)], 5) == one_by_one
-    assert step_flops(spec, [(5, 5), (1, 9)], 6) == one_by_one + flops_per_token(spec, 10)
+    assert step_flops(spec, [(5, 5), (1, 9)], 6) == one_by_one + step_flops(spec, [(1, 9)], 1)
 
 
 def test_cache_bytes() -> None:

@@ -38,7 +38,6 @@ from ridgeline.cost.throughput import (
     Load,
     closed_loop_rate,
     in_flight,
-    largest_batch,
     pipeline_bubble,
     replicas,
     request_seconds,
@@ -772,15 +771,6 @@ def test_refilling_at_once_lifts_the_use_of_places_from_a_third_to_nine_tenths()
     assert used(run_jobs(continuous, jobs), 8) > 0.85
 
 
-def test_a_batch_limit_follows_from_a_promise() -> None:
-    pricer = Pricer(Setup(LLAMA_3_8B, find_device("h100-sxm")))
-    load = Load(1, 500, 200)
-    most = [largest_batch(pricer, load, 512, tpot_s) for tpot_s in (0.008, 0.012, 0.03)]
-    assert most == sorted(most)
-    assert 0 < most[0] < most[-1]
-    assert throughput(pricer, replace(load, batch=most[1])).tpot_s <= 0.012
-
-
 def test_three_times_the_throughput_of_a_7b_comes_from_the_batch_before_the_bits() -> None:
     device, load = find_device("a100-80-sxm"), Load(1, 500, 200)
     plain = Pricer(Setup(LLAMA_2_7B, device, precision=FP16))
@@ -904,8 +894,8 @@ def test_a_whole_answer_in_a_second_needs_small_batches_or_drafts() -> None:
     assert weights / setup.device.bandwidth == pytest.approx(2.63e-3, rel=0.03)
     assert request_seconds(0.030, 4.35e-3, 200) < 1 < request_seconds(0.030, 5e-3, 200)
     pricer = Pricer(setup)
-    assert largest_batch(pricer, Load(1, 500, 200), 64, 4.35e-3) == 0  # even one is slower
-    assert throughput(pricer, Load(1, 500, 200)).tpot_s / 4.35e-3 < 2.2  # what drafts have to bring
+    alone = throughput(pricer, Load(1, 500, 200))
+    assert 1 < alone.tpot_s / 4.35e-3 < 2.2  # what drafts have to bring
 
 
 def test_the_first_token_of_a_70b_within_100_ms_at_50_requests_per_second() -> None:

@@ -16,9 +16,7 @@ from ridgeline.cost.throughput import (
     closed_loop_rate,
     cycle,
     in_flight,
-    largest_batch,
     mixed_shape,
-    people,
     pipeline_bubble,
     prompt_seconds,
     replicas,
@@ -187,18 +185,7 @@ def test_more_requests_are_slower_each_and_faster_together() -> None:
     assert each[0].tokens_per_s_per_user > each[-1].tokens_per_s_per_user
 
 
-def test_the_batch_follows_from_the_promise() -> None:
-    load = Load(1, 400, 200)
-    promise = 0.03
-    most = largest_batch(Line(), load, 1000, promise)
-    assert 1 < most < 1000
-    assert throughput(Line(), replace(load, batch=most)).tpot_s <= promise
-    assert throughput(Line(), replace(load, batch=most + 1)).tpot_s > promise
-    assert largest_batch(Line(), load, 1000, 0.001) == 0
-    assert largest_batch(Line(), load, 3, promise) == 3
-
-
-def test_saturation_is_the_pace_at_the_limit() -> None:
+def test_saturation_is_the_throughput_at_the_limit() -> None:
     load = Load(1, 400, 200, 512)
     assert saturation(Line(), load, 64) == throughput(Line(), replace(load, batch=64))
     assert saturation(Line(), load, 10_000).load.batch == 512  # each needs a token of the budget
@@ -229,7 +216,6 @@ def test_impossible_loads_are_refused(wrong: tuple[int, int, int]) -> None:
 def test_laws() -> None:
     assert request_seconds(0.5, 0.02, 101) == pytest.approx(2.5)
     assert closed_loop_rate(10, 2.5) == pytest.approx(4)
-    assert people(4, think_time_s=18, e2e_s=2) == pytest.approx(40)
     assert replicas(100, 26) == 4
     assert replicas(100, 26, headroom=0.3) == 6
     assert static_waste([5, 5, 5]) == 0

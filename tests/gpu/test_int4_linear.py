@@ -18,10 +18,11 @@ from ridgeline.kernels.int4_linear import (
 from ridgeline.kernels.int4_linear_cuda import unpack
 from ridgeline.kernels.int4_linear_records import Records, pack_records
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
-from ridgeline.kernels.small_linear import Beside, Fusion, InputNorm, small_linear_reference
+from ridgeline.kernels.small_linear import Beside, Fusion, InputNorm
 from ridgeline.kernels.tile_linear import columns_of, tile_workspace
 from ridgeline.kernels.tiles import Tile
 from ridgeline.quantization.integers import int4
+from tests.kernels.references import small_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,

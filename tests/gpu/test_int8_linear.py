@@ -12,23 +12,20 @@ from ridgeline.kernels import nvrtc
 from ridgeline.kernels.int8_layout import GpuInt8, InvariantGpuInt8, int8_rows, int8_rows_reference
 from ridgeline.kernels.int8_linear import (
     Int8Matrix,
-    dequantize_int8,
     has_int8,
     int8_linear,
-    int8_linear_reference,
     int8_product,
     invariant_int8_linear,
 )
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
-from ridgeline.kernels.small_linear import Fusion, InputNorm, small_linear_reference
+from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.kernels.stream_linear import (
     ROOM_BYTES,
     Scales,
     can_stream,
     groups_of,
     multiprocessors,
-    rounded_reference,
     stream_linear,
 )
 from ridgeline.kernels.tile_linear import (
@@ -40,6 +37,12 @@ from ridgeline.kernels.tile_linear import (
 from ridgeline.kernels.tiles import Tile
 from tests.gpu.test_deterministic import assert_same_in_company
 from tests.gpu.test_tile_linear import assert_surrounded, noise, spread
+from tests.kernels.references import (
+    dequantize_int8,
+    int8_linear_reference,
+    rounded_reference,
+    small_linear_reference,
+)
 
 HAS_KERNELS = torch.cuda.is_available() and has_int8(torch.device("cuda", 0))
 pytestmark = [

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.kernels.small_linear import InputNorm, small_linear_reference
-from ridgeline.kernels.stream_linear import (
-    Scales,
-    can_stream,
-    rounded_reference,
-    shared_bytes,
-    stream_linear,
-)
+from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.stream_linear import Scales, can_stream, shared_bytes, stream_linear
 from ridgeline.kernels.tiles import Tile
+from tests.kernels.references import rounded_reference, small_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,

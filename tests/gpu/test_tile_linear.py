@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.kernels.small_linear import small_linear_reference
 from ridgeline.kernels.stream_linear import Scales
 from ridgeline.kernels.tile_linear import (
     can_tile,
@@ -15,6 +14,7 @@ from ridgeline.kernels.tile_linear import (
     tile_workspace,
 )
 from ridgeline.kernels.tiles import Tile
+from tests.kernels.references import small_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,9 @@ from ridgeline.kernels.fp8_block_linear import (
     block_tile,
     dequantize_blocks,
     fp8_block_linear,
-    fp8_block_linear_reference,
 )
 from ridgeline.kernels.quantize_rows import E4M3
+from tests.kernels.references import fp8_block_linear_reference
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

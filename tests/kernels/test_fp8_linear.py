@@ -21,7 +21,6 @@ from ridgeline.kernels.fp8_linear import (
     choose_tile,
     dequantize_rows,
     fp8_linear,
-    fp8_linear_reference,
     fp8_product,
     library_product,
     takes_e4m3,
@@ -33,6 +32,7 @@ from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.tiles import MAX_ROWS, Place, Tile, bucket
+from tests.kernels.references import fp8_linear_reference
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

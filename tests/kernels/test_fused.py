@@ -21,8 +21,9 @@ from ridgeline.kernels.qk_norm_rope_write import (
     qk_norm_rope_write_reference,
     rotate_,
 )
-from ridgeline.kernels.rms_norm import add_norm, add_norm_reference, rms_norm
-from ridgeline.kernels.silu_mul import silu_mul, silu_mul_reference
+from ridgeline.kernels.rms_norm import add_norm, rms_norm
+from ridgeline.kernels.silu_mul import silu_mul
+from tests.kernels.references import add_norm_reference, silu_mul_reference
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,9 +14,10 @@ from ridgeline.kernels import int4_linear_cuda
 from ridgeline.kernels.int4_linear_cuda import stream, unpack
 from ridgeline.kernels.int4_linear_records import form_of, pack_records
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
-from ridgeline.kernels.small_linear import Beside, InputNorm, small_linear_reference
+from ridgeline.kernels.small_linear import Beside, InputNorm
 from ridgeline.kernels.tiles import Tile
 from tests.kernels.emulation import Compiled, Launch, on_cpu
+from tests.kernels.references import small_linear_reference
 from tests.kernels.test_int4_linear import matrix_of
 
 pytestmark = on_cpu

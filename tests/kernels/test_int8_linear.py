@@ -24,25 +24,17 @@ from ridgeline.kernels.int8_linear import (
     DTYPE,
     MAX_FEW,
     Int8Matrix,
-    dequantize_int8,
     fits_int8,
-    int8_linear_reference,
     untuned_stream,
     untuned_tile,
 )
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
 from ridgeline.kernels.small_linear import Fusion, InputNorm
-from ridgeline.kernels.stream_linear import (
-    INT8,
-    ROOM_BYTES,
-    groups_of,
-    kept_bytes,
-    rounded_reference,
-    shared_bytes,
-)
+from ridgeline.kernels.stream_linear import INT8, ROOM_BYTES, groups_of, kept_bytes, shared_bytes
 from ridgeline.kernels.tile_linear import COUNTERS, PARTIALS, cut_of
 from ridgeline.kernels.tiles import FILE, Tile, read_tiles
+from tests.kernels.references import dequantize_int8, int8_linear_reference, rounded_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels.fp8_linear import Fp8Matrix, fp8_linear_reference
+from ridgeline.kernels.fp8_linear import Fp8Matrix
 from ridgeline.kernels.invariant_linear import (
     InvariantTile,
     invariant_fp8_linear,
-    invariant_fp8_reference,
     invariant_linear,
     invariant_linear_reference,
     invariant_tile,
 )
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows_reference
+from tests.kernels.references import fp8_linear_reference, invariant_fp8_reference
 
 if TYPE_CHECKING:
     from ridgeline.kernels import invariant_linear_triton as ours

@@ -13,7 +13,8 @@ import torch
 
 from ridgeline.errors import InternalError
 from ridgeline.kernels.large_m_linear import LEAST_ROWS, fits_large_m, large_m_linear
-from ridgeline.kernels.small_linear import Fusion, InputNorm, small_linear_reference
+from ridgeline.kernels.small_linear import Fusion, InputNorm
+from tests.kernels.references import small_linear_reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 GATED = Fusion(is_gated=True)

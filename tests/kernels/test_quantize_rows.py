@@ -23,8 +23,8 @@ from ridgeline.kernels.quantize_rows import (
     quantize_rows_reference,
 )
 from ridgeline.kernels.rms_norm import rms_norm_reference
-from ridgeline.kernels.silu_mul import silu_mul_reference
 from ridgeline.kernels.small_linear import InputNorm
+from tests.kernels.references import silu_mul_reference
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

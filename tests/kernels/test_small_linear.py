@@ -22,7 +22,7 @@ from torch.nn import functional
 from ridgeline.errors import ConfigError, InternalError
 from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.rms_norm import rms_norm
-from ridgeline.kernels.small_linear import InputNorm, small_linear, small_linear_reference
+from ridgeline.kernels.small_linear import InputNorm, small_linear
 from ridgeline.kernels.tile_linear import MOST_ROWS
 from ridgeline.kernels.tiles import (
     FILE,
@@ -35,6 +35,7 @@ from ridgeline.kernels.tiles import (
     read_tiles,
     write_tiles,
 )
+from tests.kernels.references import small_linear_reference
 from tests.thinning import SELDOM
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.

@@ -428,7 +428,7 @@ def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     found = run_summary("x", made.run_record.pricer, totals, before)
     assert found.num_steps == 5
     assert found.expected_ratio == pytest.approx(2.0)
-    assert 0 < found.share_of_bandwidth <= found.ideal_share * (1 + 1e-9) < 0.5
+    assert 0 < found.share_of_bandwidth <= found.ideal_s / found.measured_s * (1 + 1e-9) < 0.5
     assert 0 < found.host_share < 1
     assert found.origin == "assumed"
     said = dict(found.lines())

@@ -22,11 +22,11 @@ from ridgeline.kernels.quantize_rows import (
     quantize_rows_reference,
 )
 from ridgeline.kernels.rms_norm import rms_norm
-from ridgeline.kernels.silu_mul import silu_mul_reference
 from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.quantization import Parameters, fp8, open_weight_format
 from ridgeline.quantization.fp8 import Fp8Weights
 from tests.architectures.configs import config
+from tests.kernels.references import silu_mul_reference
 from tests.tiny_model import make_tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

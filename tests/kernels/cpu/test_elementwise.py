@@ -17,10 +17,10 @@ from ridgeline.kernels.qk_norm_rope_write import (
     plain_views,
     qk_norm_rope_write_reference,
 )
-from ridgeline.kernels.rms_norm import add_norm_reference, rms_norm_reference
-from ridgeline.kernels.silu_mul import silu_mul_reference
+from ridgeline.kernels.rms_norm import rms_norm_reference
 from ridgeline.kernels.step_inputs import make_step_inputs, step_inputs_reference
 from tests.kernels.kv_formats import FORMATS, check_near
+from tests.kernels.references import add_norm_reference, silu_mul_reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 BEST = native.LEVELS.index(native.best_level())

@@ -16,7 +16,7 @@ from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import elementwise, native
 from ridgeline.kernels.cpu.recorder import Arena, CannotRecord, Replay, is_recording, record
 from ridgeline.kernels.rms_norm import rms_norm_reference
-from ridgeline.kernels.silu_mul import silu_mul_reference
+from tests.kernels.references import silu_mul_reference
 from tests.layers.reference_models import tiny_config
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
