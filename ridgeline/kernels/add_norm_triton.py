@@ -34,37 +34,18 @@ def add_norm_triton(
     block = triton.next_power_of_2(size)
     pdl = launches_early(residual_TE.device) if pdl is None else pdl
     _add_norm[(tokens,)](
-        added_TE,
-        residual_TE,
-        weight_E,
-        normed_TE,
-        size,
-        added_TE.stride(0),
-        residual_TE.stride(0),
-        eps,
-        BLOCK=block,
-        ADDS=x_TE is not None,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
+        added_TE, residual_TE, weight_E, normed_TE, size, added_TE.stride(0), residual_TE.stride(0),
+        eps, BLOCK=block, ADDS=x_TE is not None, PDL=pdl, num_warps=min(max(block // 512, 1), 16),
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return normed_TE
 
 
 @triton.jit
 def _add_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    size,
-    x_stride,
-    residual_stride,
-    eps,
-    BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, size, x_stride, residual_stride, eps,
+    BLOCK: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     inside = e < size

@@ -48,29 +48,16 @@ def enter_blocks_triton(
     _check_tables(tables_gNM, fresh_XB)
     num_rows = len(rows_B)
     _enter_blocks[(triton.cdiv(num_rows, BLOCK),)](
-        rows_B,
-        fresh_XB,
-        tables_gNM,
-        num_rows,
-        tables_gNM.stride(0),
-        tables_gNM.stride(1),
-        GROUPS=len(tables_gNM),
-        BLOCK=BLOCK,
-        num_warps=2,
-    )
+        rows_B, fresh_XB, tables_gNM, num_rows, tables_gNM.stride(0), tables_gNM.stride(1),
+        GROUPS=len(tables_gNM), BLOCK=BLOCK, num_warps=2,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _enter_blocks(
-    rows_ptr,
-    fresh_ptr,
-    tables_ptr,
-    num_rows,
-    table_group,
-    table_row,
-    GROUPS: tl.constexpr,
+    rows_ptr, fresh_ptr, tables_ptr, num_rows, table_group, table_row, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
     row = tl.load(rows_ptr + b, inside, 0)
@@ -82,19 +69,10 @@ def _enter_blocks(
 
 
 def draft_inputs_triton(
-    rows_B: torch.Tensor,
-    limits_B: torch.Tensor,
-    history: History,
-    tables_gNM: torch.Tensor,
-    out: StepInputs,
-    block_size: int,
-    *,
-    num_new: int,
-    first: int,
-    max_positions: int,
-    fresh_XB: torch.Tensor | None = None,
-    pdl: bool | None = None,
-) -> None:
+    rows_B: torch.Tensor, limits_B: torch.Tensor, history: History, tables_gNM: torch.Tensor,
+    out: StepInputs, block_size: int, *, num_new: int, first: int, max_positions: int,
+    fresh_XB: torch.Tensor | None = None, pdl: bool | None = None,
+) -> None:  # fmt: skip
     _check_whole(rows_B, limits_B, out.token_ids_B, out.positions_B, out.next_positions_B)
     check_history(history)
     _check_tables(tables_gNM, fresh_XB)
@@ -104,66 +82,23 @@ def draft_inputs_triton(
     check(len(out.seq_lens_B) == num_rows, "a length for each row", rows=num_rows)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
     _draft_inputs[(triton.cdiv(num, BLOCK),)](
-        rows_B,
-        limits_B,
-        limits_B if fresh_XB is None else fresh_XB,
-        history.tokens_NL,
-        history.lens_N,
-        tables_gNM,
-        out.token_ids_B,
-        out.positions_B,
-        out.next_positions_B,
-        out.seq_lens_B,
-        out.slots_gB,
-        num_rows,
-        num_new,
-        first,
-        max_positions,
-        history.tokens_NL.stride(0),
-        history.tokens_NL.shape[1],
-        tables_gNM.stride(0),
-        tables_gNM.stride(1),
-        tables_gNM.shape[2],
-        out.slots_gB.stride(0),
-        BLOCK_SIZE=block_size,
-        GROUPS=len(tables_gNM),
-        FRESH=fresh_XB is not None,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=2,
+        rows_B, limits_B, limits_B if fresh_XB is None else fresh_XB, history.tokens_NL,
+        history.lens_N, tables_gNM, out.token_ids_B, out.positions_B, out.next_positions_B,
+        out.seq_lens_B, out.slots_gB, num_rows, num_new, first, max_positions,
+        history.tokens_NL.stride(0), history.tokens_NL.shape[1], tables_gNM.stride(0),
+        tables_gNM.stride(1), tables_gNM.shape[2], out.slots_gB.stride(0), BLOCK_SIZE=block_size,
+        GROUPS=len(tables_gNM), FRESH=fresh_XB is not None, BLOCK=BLOCK, PDL=pdl, num_warps=2,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_new", "first"])
 def _draft_inputs(
-    rows_ptr,
-    limits_ptr,
-    fresh_ptr,
-    tokens_ptr,
-    lens_ptr,
-    tables_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    next_positions_ptr,
-    seq_lens_ptr,
-    slots_ptr,
-    num_rows,
-    num_new,
-    first,
-    max_positions,
-    token_row,
-    token_width,
-    table_group,
-    table_row,
-    table_width,
-    slots_group,
-    BLOCK_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FRESH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows_ptr, limits_ptr, fresh_ptr, tokens_ptr, lens_ptr, tables_ptr, token_ids_ptr, positions_ptr,
+    next_positions_ptr, seq_lens_ptr, slots_ptr, num_rows, num_new, first, max_positions, token_row,
+    token_width, table_group, table_row, table_width, slots_group, BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = t < num_rows * num_new
     b, j = t // num_new, t % num_new
@@ -198,15 +133,9 @@ def _draft_inputs(
 
 
 def accept_triton(
-    ids_T: torch.Tensor,
-    is_sound_T: torch.Tensor,
-    rows_B: torch.Tensor,
-    limits_B: torch.Tensor,
-    history: History,
-    out_BY: torch.Tensor,
-    *,
-    pdl: bool | None = None,
-) -> None:
+    ids_T: torch.Tensor, is_sound_T: torch.Tensor, rows_B: torch.Tensor, limits_B: torch.Tensor,
+    history: History, out_BY: torch.Tensor, *, pdl: bool | None = None,
+) -> None:  # fmt: skip
     _check_whole(ids_T, rows_B, limits_B)
     check(out_BY.dtype == torch.int64 and out_BY.stride(1) == 1, "lines of int64")
     check_history(history)
@@ -217,48 +146,19 @@ def accept_triton(
     rows = max(1, 256 // lanes)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
     _accept[(triton.cdiv(num_rows, rows),)](
-        ids_T,
-        is_sound_T,
-        rows_B,
-        limits_B,
-        history.tokens_NL,
-        history.lens_N,
-        history.found_N,
-        out_BY,
-        num_rows,
-        len(ids_T) // max(num_rows, 1),
-        history.tokens_NL.stride(0),
-        history.tokens_NL.shape[1],
-        out_BY.stride(0),
-        out_BY.shape[1],
-        ROWS=rows,
-        LANES=lanes,
-        PDL=pdl,
-        num_warps=2,
-        launch_pdl=pdl,
-    )
+        ids_T, is_sound_T, rows_B, limits_B, history.tokens_NL, history.lens_N, history.found_N,
+        out_BY, num_rows, len(ids_T) // max(num_rows, 1), history.tokens_NL.stride(0),
+        history.tokens_NL.shape[1], out_BY.stride(0), out_BY.shape[1], ROWS=rows, LANES=lanes,
+        PDL=pdl, num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_new", "out_stride", "out_width"])
 def _accept(
-    ids_ptr,
-    is_sound_ptr,
-    rows_ptr,
-    limits_ptr,
-    tokens_ptr,
-    lens_ptr,
-    found_ptr,
-    out_ptr,
-    num_rows,
-    num_new,
-    token_row,
-    token_width,
-    out_stride,
-    out_width,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    ids_ptr, is_sound_ptr, rows_ptr, limits_ptr, tokens_ptr, lens_ptr, found_ptr, out_ptr, num_rows,
+    num_new, token_row, token_width, out_stride, out_width, ROWS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = b < num_rows
     j = tl.arange(0, LANES)[None, :]
@@ -311,36 +211,17 @@ def put_drafts_triton(
     num_rows = len(rows_B)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
     _put_drafts[(triton.cdiv(num_rows, BLOCK),)](
-        ids_B,
-        rows_B,
-        history.tokens_NL,
-        history.lens_N,
-        history.found_N,
-        num_rows,
-        index,
-        history.tokens_NL.stride(0),
-        history.tokens_NL.shape[1],
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=2,
+        ids_B, rows_B, history.tokens_NL, history.lens_N, history.found_N, num_rows, index,
+        history.tokens_NL.stride(0), history.tokens_NL.shape[1], BLOCK=BLOCK, PDL=pdl, num_warps=2,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "index"])
 def _put_drafts(
-    ids_ptr,
-    rows_ptr,
-    tokens_ptr,
-    lens_ptr,
-    found_ptr,
-    num_rows,
-    index,
-    token_row,
-    token_width,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids_ptr, rows_ptr, tokens_ptr, lens_ptr, found_ptr, num_rows, index, token_row, token_width,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
     if PDL:
@@ -363,16 +244,9 @@ def tell_found_triton(
     num_rows = len(rows_B)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
     _tell_found[(triton.cdiv(num_rows, BLOCK),)](
-        rows_B,
-        history.found_N,
-        out_B,
-        num_rows,
-        out_B.stride(0),
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=2,
-        launch_pdl=pdl,
-    )
+        rows_B, history.found_N, out_B, num_rows, out_B.stride(0), BLOCK=BLOCK, PDL=pdl,
+        num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride"])

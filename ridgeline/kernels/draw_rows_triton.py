@@ -43,16 +43,10 @@ IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 def draw_rows_triton(
-    logits_RV: torch.Tensor,
-    positions_R: torch.Tensor,
-    draws: Draws | None,
-    *,
-    workspace: Workspace | None = None,
-    block: int | None = None,
-    span: int | None = None,
-    rounds: int | None = None,
-    pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_RV: torch.Tensor, positions_R: torch.Tensor, draws: Draws | None, *,
+    workspace: Workspace | None = None, block: int | None = None, span: int | None = None,
+    rounds: int | None = None, pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """A chunk is `span` blocks of `block` ids; `rounds` are taken by a program of a random row."""
     rows, size = logits_RV.shape
     check(0 < size <= MAX_IDS, "ids fit", size=size)
@@ -70,27 +64,12 @@ def draw_rows_triton(
     room = workspace or make_workspace(logits_RV.device, 3 * rows * chunks, rows)
     room.check_room(3 * rows * chunks, rows)
     _draw_rows[(rows, programs)](
-        logits_RV,
-        positions_R,
-        draws.keys_R if draws else positions_R,
-        draws.temperatures_R if draws else logits_RV,
-        draws.noisy_R if draws else logits_RV,
-        ids_R,
-        is_sound_R,
-        room.partial_P,
-        room.arrivals_A,
-        size,
-        logits_RV.stride(0),
-        chunks,
-        rounds,
-        BLOCK=block,
-        SPAN=span,
-        CHUNKS=triton.next_power_of_2(chunks),
-        RANDOM=draws is not None,
-        PDL=pdl,
-        num_warps=max(1, min(8, block // 256)),
-        launch_pdl=pdl,
-    )
+        logits_RV, positions_R, draws.keys_R if draws else positions_R,
+        draws.temperatures_R if draws else logits_RV, draws.noisy_R if draws else logits_RV, ids_R,
+        is_sound_R, room.partial_P, room.arrivals_A, size, logits_RV.stride(0), chunks, rounds,
+        BLOCK=block, SPAN=span, CHUNKS=triton.next_power_of_2(chunks), RANDOM=draws is not None,
+        PDL=pdl, num_warps=max(1, min(8, block // 256)), launch_pdl=pdl,
+    )  # fmt: skip
     return ids_R, is_sound_R
 
 
@@ -137,25 +116,10 @@ def _log(x):
 
 @triton.jit(do_not_specialize=["rounds"])
 def _draw_rows(
-    logits_ptr,
-    positions_ptr,
-    keys_ptr,
-    temperatures_ptr,
-    noisy_ptr,
-    ids_ptr,
-    is_sound_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    size,
-    stride,
-    chunks,
-    rounds,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    RANDOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, positions_ptr, keys_ptr, temperatures_ptr, noisy_ptr, ids_ptr, is_sound_ptr,
+    partial_ptr, arrivals_ptr, size, stride, chunks, rounds, BLOCK: tl.constexpr,
+    SPAN: tl.constexpr, CHUNKS: tl.constexpr, RANDOM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Each chunk leaves its largest logit, best score and token for the merge: how scores are
     rounded does not depend on how many chunks a program takes, hence not on the batch."""
     row = tl.program_id(0).to(tl.int64)

@@ -45,62 +45,25 @@ def fp8_block_linear_triton(
         sums = x_MK.new_empty((tile.splits, rows, outputs), dtype=torch.float32)
     bias = y_MN if bias_N is None else bias_N
     _fp8_block_linear[(tiles_m * tiles_n * tile.splits,)](
-        x_MK,
-        weight.codes_NK,
-        weight.scale_PQ,
-        bias,
-        sums,
-        rows,
-        tiles_m,
-        outputs,
-        x_MK.stride(0),
-        INPUTS=inputs,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK=BLOCK,
-        STAGES=tile.stages,
-        SPLITS=tile.splits,
-        BIAS=bias_N is not None and tile.splits == 1,
-        PDL=pdl,
-        num_warps=tile.warps,
-        launch_pdl=pdl,
-    )
+        x_MK, weight.codes_NK, weight.scale_PQ, bias, sums, rows, tiles_m, outputs, x_MK.stride(0),
+        INPUTS=inputs, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK=BLOCK, STAGES=tile.stages,
+        SPLITS=tile.splits, BIAS=bias_N is not None and tile.splits == 1, PDL=pdl,
+        num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
     if tile.splits > 1:
         _add_parts[(triton.cdiv(y_MN.numel(), ADDED),)](
-            sums,
-            bias,
-            y_MN,
-            y_MN.numel(),
-            outputs,
-            SPLITS=tile.splits,
-            SIZE=ADDED,
-            BIAS=bias_N is not None,
-            PDL=pdl,
-            launch_pdl=pdl,
-        )
+            sums, bias, y_MN, y_MN.numel(), outputs, SPLITS=tile.splits, SIZE=ADDED,
+            BIAS=bias_N is not None, PDL=pdl, launch_pdl=pdl,
+        )  # fmt: skip
     return y_MN
 
 
 @triton.jit(do_not_specialize=["rows", "tiles_m"])
 def _fp8_block_linear(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    tiles_m,
-    outputs,
-    x_stride,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, rows, tiles_m, outputs, x_stride,
+    INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -141,16 +104,9 @@ def _fp8_block_linear(
 
 @triton.jit
 def _add_parts(
-    sums_ptr,
-    bias_ptr,
-    y_ptr,
-    numbers,
-    outputs,
-    SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    sums_ptr, bias_ptr, y_ptr, numbers, outputs, SPLITS: tl.constexpr, SIZE: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

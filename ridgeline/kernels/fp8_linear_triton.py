@@ -44,20 +44,12 @@ def cut_fp8(tile: Tile, rows: int, outputs: int, inputs: int, multiprocessors: i
 
 
 def fp8_linear_triton(
-    x_MK: torch.Tensor,
-    weight: Fp8Matrix,
-    *,
-    tile: Tile,
-    x_scale_M: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool | None = None,
-) -> torch.Tensor:
+    x_MK: torch.Tensor, weight: Fp8Matrix, *, tile: Tile, x_scale_M: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None, norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None, gated: bool = False,
+    residual_MO: torch.Tensor | None = None, out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None, pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`dtype` of y is that of x unless given. With x in e4m3, `x_scale_M` are its scales."""
     w_NK, (rows, inputs), outputs = weight.codes_NK, x_MK.shape, weight.codes_NK.shape[0]
     width = outputs // 2 if gated else outputs
@@ -74,50 +66,20 @@ def fp8_linear_triton(
     room = _room(workspace, y_MO, cut, tile)
     pdl = (launches_early(x_MK.device) if pdl is None else pdl) and tile.pdl
     _fp8_linear[(cut.programs,)](
-        x_MK,
-        w_NK,
-        _descriptor(x_MK, cut.rows, tile) if tile.tma else x_MK,
-        _descriptor(w_NK, tile.block_n, tile) if tile.tma else w_NK,
-        weight.scale_N,
-        weight.scale_N if x_scale_M is None else x_scale_M,
-        norm.weight_K if norm else x_MK,
-        y_MO if bias_N is None else bias_N,
-        y_MO if residual_MO is None else residual_MO,
-        y_MO,
-        room.partial_P if room else y_MO,
-        room.arrivals_A if room else y_MO,
-        rows,
-        width,
-        inputs,
-        cut.tiles,
-        cut.steps,
-        cut.share,
-        x_MK.stride(0),
-        w_NK.stride(0),
-        0 if residual_MO is None else residual_MO.stride(0),
-        y_MO.stride(0),
-        norm.eps if norm else 0.0,
-        ROWS=cut.rows,
-        MANY=rows > cut.rows,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
-        DOT=tile.dot,
-        TMA=tile.tma,
-        PER_SM=tile.per_sm > 0,
-        MERGE=cut.merges,
-        EVEN_K=inputs % tile.block_k == 0,
-        GATED=gated,
-        SCALED=x_scale_M is not None,
-        NORM=norm is not None,
-        BIAS=bias_N is not None,
-        RESIDUAL=residual_MO is not None,
-        PDL=pdl,
-        EARLY=tile.early,
-        LINES=_lines(tile) if pdl else 0,
-        num_warps=tile.warps,
-        launch_pdl=pdl,
-    )
+        x_MK, w_NK, _descriptor(x_MK, cut.rows, tile) if tile.tma else x_MK,
+        _descriptor(w_NK, tile.block_n, tile) if tile.tma else w_NK, weight.scale_N,
+        weight.scale_N if x_scale_M is None else x_scale_M, norm.weight_K if norm else x_MK,
+        y_MO if bias_N is None else bias_N, y_MO if residual_MO is None else residual_MO, y_MO,
+        room.partial_P if room else y_MO, room.arrivals_A if room else y_MO, rows, width, inputs,
+        cut.tiles, cut.steps, cut.share, x_MK.stride(0), w_NK.stride(0),
+        0 if residual_MO is None else residual_MO.stride(0), y_MO.stride(0),
+        norm.eps if norm else 0.0, ROWS=cut.rows, MANY=rows > cut.rows, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.stages, DOT=tile.dot, TMA=tile.tma,
+        PER_SM=tile.per_sm > 0, MERGE=cut.merges, EVEN_K=inputs % tile.block_k == 0, GATED=gated,
+        SCALED=x_scale_M is not None, NORM=norm is not None, BIAS=bias_N is not None,
+        RESIDUAL=residual_MO is not None, PDL=pdl, EARLY=tile.early,
+        LINES=_lines(tile) if pdl else 0, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
     return y_MO
 
 
@@ -197,18 +159,9 @@ def _half(ptr, at, inputs, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _add_row(
-    w,
-    total,
-    squares,
-    x_ptr,
-    norm_ptr,
-    at,
-    inputs,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    w, total, squares, x_ptr, norm_ptr, at, inputs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Adds one step of products to `total` and, for the norm, of squares to `squares`."""
     a = _half(x_ptr, at, inputs, BLOCK_K, EVEN_K)
     b = _half(x_ptr, at + 8, inputs, BLOCK_K, EVEN_K)
@@ -224,18 +177,9 @@ def _add_row(
 
 @triton.jit
 def _row_sums(
-    x_ptr,
-    norm_ptr,
-    w_places,
-    begin,
-    count,
-    inputs,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    x_ptr, norm_ptr, w_places, begin, count, inputs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """The products [BLOCK_N, 1] and the sum of squares [1] of `count` steps, for one row of x."""
     total = tl.zeros((BLOCK_N, BLOCK_K // 16), tl.float32)
     squares = tl.zeros((1, BLOCK_K // 16, 8), tl.float32)
@@ -265,22 +209,10 @@ def _row_sums(
 
 @triton.jit
 def _dot_sums(
-    x_desc,
-    w_desc,
-    x_places,
-    w_places,
-    x_row,
-    w_row,
-    begin,
-    count,
-    inputs,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    x_desc, w_desc, x_places, w_places, x_row, w_row, begin, count, inputs, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
-):
+):  # fmt: skip
     """The products [BLOCK_N, ROWS] of `count` steps: W is the tall operand of the tensor cores."""
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -303,30 +235,11 @@ def _dot_sums(
 
 @triton.jit
 def _finish(
-    sums,
-    lengths,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    tile,
-    first_row,
-    rows,
-    width,
-    inputs,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    H: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
+    sums, lengths, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, y_ptr, tile, first_row, rows,
+    width, inputs, residual_stride, y_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
     """From finished sums [BLOCK_N, ROWS] to outputs [ROWS, H], stored."""
     n = tile * H + _weight_rows(tl.arange(0, BLOCK_N), tile, width, H, GATED)
     m = first_row + tl.arange(0, ROWS)
@@ -350,50 +263,14 @@ def _finish(
 
 @triton.jit
 def _part(
-    x_ptr,
-    w_ptr,
-    x_desc,
-    w_desc,
-    scale_ptr,
-    x_scale_ptr,
-    norm_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    program,
-    place,
-    begin,
-    count,
-    rows,
-    width,
-    inputs,
-    steps,
-    share,
-    x_stride,
-    w_stride,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    MANY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    H: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    TMA: tl.constexpr,
-    PER_SM: tl.constexpr,
-    MERGE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):
+    x_ptr, w_ptr, x_desc, w_desc, scale_ptr, x_scale_ptr, norm_ptr, bias_ptr, residual_ptr, y_ptr,
+    partial_ptr, arrivals_ptr, program, place, begin, count, rows, width, inputs, steps, share,
+    x_stride, w_stride, residual_stride, y_stride, eps, ROWS: tl.constexpr, MANY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, H: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, TMA: tl.constexpr, PER_SM: tl.constexpr, MERGE: tl.constexpr,
+    EVEN_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     """Steps `begin` to `begin + count` of one tile; its outputs, if no sums are missing after."""
     tile = place
     first_row = 0
@@ -410,22 +287,9 @@ def _part(
     if DOT:
         x_rows = tl.minimum(first_row + m, rows - 1)[:, None]
         sums = _dot_sums(
-            x_desc,
-            w_desc,
-            x_ptr + x_rows * x_stride + k[None],
-            w_places,
-            first_row,
-            tile * H,
-            begin,
-            count,
-            inputs,
-            ROWS,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-            TMA,
-            EVEN_K,
-        )
+            x_desc, w_desc, x_ptr + x_rows * x_stride + k[None], w_places, first_row, tile * H,
+            begin, count, inputs, ROWS, BLOCK_N, BLOCK_K, STAGES, TMA, EVEN_K,
+        )  # fmt: skip
     else:
         sums, lengths = _row_sums(
             x_ptr, norm_ptr, w_places, begin, count, inputs, BLOCK_N, BLOCK_K, STAGES, EVEN_K, NORM
@@ -455,76 +319,22 @@ def _part(
                 reset(arrivals_ptr, place)
     if is_mine:
         _finish(
-            sums,
-            lengths,
-            scale_ptr,
-            x_scale_ptr,
-            bias_ptr,
-            residual_ptr,
-            y_ptr,
-            tile,
-            first_row,
-            rows,
-            width,
-            inputs,
-            residual_stride,
-            y_stride,
-            eps,
-            ROWS,
-            BLOCK_N,
-            H,
-            GATED,
-            SCALED,
-            NORM,
-            BIAS,
-            RESIDUAL,
-        )
+            sums, lengths, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, y_ptr, tile, first_row,
+            rows, width, inputs, residual_stride, y_stride, eps, ROWS, BLOCK_N, H, GATED, SCALED,
+            NORM, BIAS, RESIDUAL,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "steps", "share"])
 def _fp8_linear(
-    x_ptr,
-    w_ptr,
-    x_desc,
-    w_desc,
-    scale_ptr,
-    x_scale_ptr,
-    norm_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    rows,
-    width,
-    inputs,
-    tiles,
-    steps,
-    share,
-    x_stride,
-    w_stride,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    MANY: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    TMA: tl.constexpr,
-    PER_SM: tl.constexpr,
-    MERGE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    LINES: tl.constexpr,
-):
+    x_ptr, w_ptr, x_desc, w_desc, scale_ptr, x_scale_ptr, norm_ptr, bias_ptr, residual_ptr, y_ptr,
+    partial_ptr, arrivals_ptr, rows, width, inputs, tiles, steps, share, x_stride, w_stride,
+    residual_stride, y_stride, eps, ROWS: tl.constexpr, MANY: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr,
+    PER_SM: tl.constexpr, MERGE: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
     H: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     program = tl.program_id(0)
     if PER_SM:
@@ -555,47 +365,9 @@ def _fp8_linear(
         count = tl.minimum(end - at, steps - begin) if PER_SM else end - at
         at += count
         _part(
-            x_ptr,
-            w_ptr,
-            x_desc,
-            w_desc,
-            scale_ptr,
-            x_scale_ptr,
-            norm_ptr,
-            bias_ptr,
-            residual_ptr,
-            y_ptr,
-            partial_ptr,
-            arrivals_ptr,
-            program,
-            place,
-            begin,
-            count,
-            rows,
-            width,
-            inputs,
-            steps,
-            share,
-            x_stride,
-            w_stride,
-            residual_stride,
-            y_stride,
-            eps,
-            ROWS,
-            MANY,
-            BLOCK_N,
-            BLOCK_K,
-            H,
-            STAGES,
-            DOT,
-            TMA,
-            PER_SM,
-            MERGE,
-            EVEN_K,
-            GATED,
-            SCALED,
-            NORM,
-            BIAS,
-            RESIDUAL,
-            PDL and not EARLY,
-        )
+            x_ptr, w_ptr, x_desc, w_desc, scale_ptr, x_scale_ptr, norm_ptr, bias_ptr, residual_ptr,
+            y_ptr, partial_ptr, arrivals_ptr, program, place, begin, count, rows, width, inputs,
+            steps, share, x_stride, w_stride, residual_stride, y_stride, eps, ROWS, MANY, BLOCK_N,
+            BLOCK_K, H, STAGES, DOT, TMA, PER_SM, MERGE, EVEN_K, GATED, SCALED, NORM, BIAS,
+            RESIDUAL, PDL and not EARLY,
+        )  # fmt: skip

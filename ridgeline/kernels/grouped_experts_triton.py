@@ -61,18 +61,11 @@ class Order:
 
 
 def grouped_experts_triton(
-    x_TE: torch.Tensor,
-    weights_TA: torch.Tensor,
-    experts_TA: torch.Tensor,
-    gate_up: StackedMatrix,
-    down: StackedMatrix,
-    activation: str = "silu",
-    *,
-    cut: ExpertsCut,
-    residual_TE: torch.Tensor | None = None,
-    load_X: torch.Tensor | None = None,
+    x_TE: torch.Tensor, weights_TA: torch.Tensor, experts_TA: torch.Tensor, gate_up: StackedMatrix,
+    down: StackedMatrix, activation: str = "silu", *, cut: ExpertsCut,
+    residual_TE: torch.Tensor | None = None, load_X: torch.Tensor | None = None,
     pdl: bool | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """As `grouped_experts`, cut by `cut`."""
     (tokens, width), active = x_TE.shape, experts_TA.shape[1]
     experts, both, _ = gate_up.codes.shape
@@ -101,18 +94,10 @@ def grouped_experts_triton(
 
 
 def _launch_single(
-    x_1E: torch.Tensor,
-    weights_1A: torch.Tensor,
-    experts_1A: torch.Tensor,
-    gate_up: StackedMatrix,
-    down: StackedMatrix,
-    activation: str,
-    cut: ExpertsCut,
-    y_1E: torch.Tensor,
-    is_added: bool,
-    load_X: torch.Tensor | None,
-    pdl: bool,
-) -> None:
+    x_1E: torch.Tensor, weights_1A: torch.Tensor, experts_1A: torch.Tensor, gate_up: StackedMatrix,
+    down: StackedMatrix, activation: str, cut: ExpertsCut, y_1E: torch.Tensor, is_added: bool,
+    load_X: torch.Tensor | None, pdl: bool,
+) -> None:  # fmt: skip
     check(len(x_1E) == 1, "a single token", tokens=len(x_1E))
     inner, width, active = down.columns, gate_up.columns, experts_1A.shape[1]
     inner_AF = x_1E.new_empty((active, inner))
@@ -149,15 +134,9 @@ def choose_experts_triton(
 
 
 def route_triton(
-    x_TE: torch.Tensor,
-    weight_XE: torch.Tensor,
-    choice: Choice,
-    *,
-    norm: InputNorm | None = None,
-    workspace: Workspace | None = None,
-    routed: int = ROUTED,
-    pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_TE: torch.Tensor, weight_XE: torch.Tensor, choice: Choice, *, norm: InputNorm | None = None,
+    workspace: Workspace | None = None, routed: int = ROUTED, pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same by the product too, and the norm of x, of few tokens, in one launch; and the normed
     x. Without `workspace` the one of the device is used."""
     (tokens, width), device = x_TE.shape, x_TE.device
@@ -228,16 +207,9 @@ def sort_pairs(
 
 
 def _launch_product(
-    x: torch.Tensor,
-    weight: StackedMatrix,
-    y_PN: torch.Tensor,
-    order: Order,
-    weights_TA: torch.Tensor,
-    block_m: int,
-    tile: ExpertTile,
-    activation: str,
-    pdl: bool,
-) -> None:
+    x: torch.Tensor, weight: StackedMatrix, y_PN: torch.Tensor, order: Order,
+    weights_TA: torch.Tensor, block_m: int, tile: ExpertTile, activation: str, pdl: bool,
+) -> None:  # fmt: skip
     """Gated with an activation: of tokens, in sorted order. Else of sorted rows, in the order of
     pairs and times the weights of the router."""
     outputs, inputs = y_PN.shape[1], x.shape[1]
@@ -304,19 +276,10 @@ def _cut_of(
 
 @triton.jit(do_not_specialize=["pairs", "num_tiles"])
 def _sort_pairs(
-    experts_ptr,
-    order_ptr,
-    tiles_ptr,
-    load_ptr,
-    pairs,
-    num_tiles,
-    LOAD: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    experts_ptr, order_ptr, tiles_ptr, load_ptr, pairs, num_tiles, LOAD: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """A program finds the pairs of one expert, and from the counts of all where they go."""
     if PDL:
         gdc_wait()
@@ -434,23 +397,10 @@ def _nibbles(codes, zero, dtype: tl.constexpr):
 
 @triton.jit
 def _step(
-    total,
-    x,
-    w_places,
-    w_described,
-    row,
-    scales,
-    zeros,
-    at,
-    k_read,
-    INPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-    TALL_X: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-):
+    total, x, w_places, w_described, row, scales, zeros, at, k_read, INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, TALL_X: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
     """Adds one step of K. Bytes of two numbers are multiplied by the even and the odd columns."""
     if SCALES == 3:
         both = _loaded(w_places, at // 2, k_read, INPUTS // 2, BLOCK_K // 2)
@@ -478,36 +428,13 @@ def _step(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _expert_product(
-    x_ptr,
-    x_described,
-    w_ptr,
-    w_described,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    y_ptr,
-    order_ptr,
-    tiles_ptr,
-    router_ptr,
-    num_tiles,
-    outputs,
-    x_stride,
-    INPUTS: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    SORTED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-    TALL_X: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
+    x_ptr, x_described, w_ptr, w_described, scale_ptr, zero_ptr, bias_ptr, y_ptr, order_ptr,
+    tiles_ptr, router_ptr, num_tiles, outputs, x_stride, INPUTS: tl.constexpr, ACTIVE: tl.constexpr,
+    SORTED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, TALL_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
@@ -599,17 +526,9 @@ def _expert_product(
 
 @triton.jit
 def _times_step(
-    w,
-    x_places,
-    at,
-    scales,
-    zeros,
-    INPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-):
+    w, x_places, at, scales, zeros, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
     """[R, ..]: a step of rows of W times those of x, every TOGETHER products added up."""
     TOGETHER: tl.constexpr = min(8, BLOCK_K // 2)
     ROWS: tl.constexpr = w.shape[0]
@@ -634,23 +553,10 @@ def _times_step(
 
 @triton.jit
 def _of_rows(
-    x_ptr,
-    x_row,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    expert,
-    n,
-    outputs,
-    INPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    WAIT: tl.constexpr,
-):
+    x_ptr, x_row, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert, n, outputs, INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
     """[R]: row `n` of an expert's matrix of `outputs` rows times a row of x, each. A step of W is
     on its way while the one before it is multiplied; with WAIT the first one is before x is there.
     """
@@ -690,26 +596,11 @@ def _of_rows(
 
 @triton.jit
 def _gate_up_row(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    y_ptr,
-    experts_ptr,
-    load_ptr,
-    outputs,
-    LOAD: tl.constexpr,
-    INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, experts_ptr, load_ptr, outputs,
+    LOAD: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Of a single token: some rows of gate and of up of one of its experts."""
     if PDL:
         gdc_wait()
@@ -732,26 +623,11 @@ def _gate_up_row(
 
 @triton.jit
 def _down_row(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    y_ptr,
-    experts_ptr,
-    router_ptr,
-    outputs,
-    INPUTS: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, experts_ptr, router_ptr, outputs,
+    INPUTS: tl.constexpr, ACTIVE: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Of a single token: some rows of all of its experts, side by side and added up. These were
     known before the first product began, so that their rows are loaded before its end."""
     SLOTS: tl.constexpr = triton.next_power_of_2(ACTIVE)
@@ -773,20 +649,10 @@ def _down_row(
 
 @triton.jit
 def _choose(
-    logits,
-    bias_ptr,
-    weights_ptr,
-    experts_ptr,
-    token,
-    scale,
-    EXPERTS: tl.constexpr,
-    SLOTS_X: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
+    logits, bias_ptr, weights_ptr, experts_ptr, token, scale, EXPERTS: tl.constexpr,
+    SLOTS_X: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
     """Writes the experts of a token, best first, and their weights, then those that are shared;
     `logits` are -inf past the last expert."""
     x = tl.arange(0, SLOTS_X)
@@ -823,21 +689,10 @@ def _choose(
 
 @triton.jit
 def _choose_rows(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    experts_ptr,
-    stride,
-    scale,
-    EXPERTS: tl.constexpr,
-    SLOTS_X: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, stride, scale, EXPERTS: tl.constexpr,
+    SLOTS_X: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program for each token."""
     if PDL:
         gdc_wait()
@@ -852,32 +707,12 @@ def _choose_rows(
 
 @triton.jit
 def _route_rows(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    logits_ptr,
-    arrivals_ptr,
-    weights_ptr,
-    experts_ptr,
-    norm_ptr,
-    normed_ptr,
-    eps,
-    stride,
-    scale,
-    INPUTS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SLOTS_X: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, w_ptr, bias_ptr, logits_ptr, arrivals_ptr, weights_ptr, experts_ptr, norm_ptr,
+    normed_ptr, eps, stride, scale, INPUTS: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS_X: tl.constexpr,
+    ACTIVE: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Some programs for each token multiply by the router; the last to arrive chooses. Their rows
     of it are there before the kernel before has ended. Each writes its share of the normed row."""
     PROGRAMS: tl.constexpr = (EXPERTS + BLOCK_X - 1) // BLOCK_X
@@ -914,15 +749,9 @@ def _route_rows(
 
 @triton.jit
 def _gather_pairs(
-    x_ptr,
-    y_ptr,
-    order_ptr,
-    width,
-    stride,
-    ACTIVE: tl.constexpr,
-    SIZE: tl.constexpr,
+    x_ptr, y_ptr, order_ptr, width, stride, ACTIVE: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -935,15 +764,9 @@ def _gather_pairs(
 
 @triton.jit
 def _sum_pairs(
-    each_ptr,
-    y_ptr,
-    width,
-    y_stride,
-    ACTIVE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    each_ptr, y_ptr, width, y_stride, ACTIVE: tl.constexpr, RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

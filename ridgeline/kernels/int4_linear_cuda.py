@@ -81,16 +81,9 @@ def stream(
     check(norm is None or x_MK.dtype == torch.bfloat16, "only bfloat16 is normed inside")
     y_MO, residual_MO = _ends(x_MK, cut.width, beside)
     defines = stream_defines(
-        tile,
-        cut,
-        records.form,
-        x_MK.dtype,
-        gated=gated,
-        norm=norm is not None,
-        residual=residual_MO is not None,
-        bias=bias_N is not None,
-        pdl=pdl,
-    )
+        tile, cut, records.form, x_MK.dtype, gated=gated, norm=norm is not None,
+        residual=residual_MO is not None, bias=bias_N is not None, pdl=pdl,
+    )  # fmt: skip
     kernel = nvrtc.kernel(STREAM, "int4_stream", defines, x_MK.device)
     nvrtc.allow_shared(kernel, cut.shared_bytes)
     kernel.launch(
@@ -152,16 +145,9 @@ def stream_cut(
     fits_twice = 2 * shared <= MOST_SHARED_BYTES and 2 * tile.warps * 32 <= MOST_THREADS
     fits_twice &= tiles * columns * tile.warps <= 32  # or there are too few registers
     return StreamCut(
-        width=width,
-        groups=groups,
-        each=each,
-        held=held,
-        columns=columns,
-        kept=kept,
-        x_pitch=x_pitch,
-        shared_bytes=shared,
-        resident=2 if fits_twice else 1,
-    )
+        width=width, groups=groups, each=each, held=held, columns=columns, kept=kept,
+        x_pitch=x_pitch, shared_bytes=shared, resident=2 if fits_twice else 1,
+    )  # fmt: skip
 
 
 def deep_of(tile: Tile, form: Form) -> int:
@@ -170,17 +156,9 @@ def deep_of(tile: Tile, form: Form) -> int:
 
 
 def stream_defines(
-    tile: Tile,
-    cut: StreamCut,
-    form: Form,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
-    norm: bool = False,
-    residual: bool = False,
-    bias: bool = False,
-    pdl: bool = True,
-) -> dict[str, int | str]:
+    tile: Tile, cut: StreamCut, form: Form, dtype: torch.dtype, *, gated: bool = False,
+    norm: bool = False, residual: bool = False, bias: bool = False, pdl: bool = True,
+) -> dict[str, int | str]:  # fmt: skip
     """What the source is compiled with; `dtype` of x."""
     return {
         **record_defines(form, dtype),
@@ -217,27 +195,13 @@ def multiply_tiles(
     cut = tiles_cut(tile, rows, records.form, units=multiprocessors(x_MK.device), gated=gated)
     y_MO, residual_MO = _ends(x_MK, cut.width, beside)
     defines = tiles_defines(
-        tile,
-        cut,
-        records.form,
-        x_MK.dtype,
-        gated=gated,
-        residual=residual_MO is not None,
-        bias=bias_N is not None,
-        pdl=pdl,
-    )
+        tile, cut, records.form, x_MK.dtype, gated=gated, residual=residual_MO is not None,
+        bias=bias_N is not None, pdl=pdl,
+    )  # fmt: skip
     return launch_tiles(
-        records_map(records, tile, gated=gated),
-        x_MK,
-        y_MO,
-        tile=tile,
-        cut=cut,
-        defines=defines,
-        bias_N=bias_N,
-        residual_MO=residual_MO,
-        workspace=workspace,
-        pdl=pdl,
-    )
+        records_map(records, tile, gated=gated), x_MK, y_MO, tile=tile, cut=cut, defines=defines,
+        bias_N=bias_N, residual_MO=residual_MO, workspace=workspace, pdl=pdl,
+    )  # fmt: skip
 
 
 def records_map(records: Records, tile: Tile, *, gated: bool) -> nvrtc.TensorMap:
@@ -274,16 +238,9 @@ def tiles_cut(tile: Tile, rows: int, form: Form, *, units: int, gated: bool = Fa
 
 
 def tiles_defines(
-    tile: Tile,
-    cut: Cut,
-    form: Form,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
-    residual: bool = False,
-    bias: bool = False,
-    pdl: bool = True,
-) -> dict[str, int | str]:
+    tile: Tile, cut: Cut, form: Form, dtype: torch.dtype, *, gated: bool = False,
+    residual: bool = False, bias: bool = False, pdl: bool = True,
+) -> dict[str, int | str]:  # fmt: skip
     """What `tile_linear.cu` is compiled with; `dtype` of x."""
     known = defines_of(
         tile, cut, dtype, dtype, gated=gated, residual=residual, bias=bias, pdl=pdl

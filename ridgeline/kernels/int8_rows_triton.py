@@ -34,31 +34,16 @@ def int8_rows_triton(
         return y_TK
     pdl = launches_early(codes_NK.device) if pdl is None else pdl
     _int8_rows[(tokens, triton.cdiv(width, BLOCK))](
-        codes_NK,
-        scale_N,
-        rows_T,
-        y_TK,
-        width,
-        codes_NK.stride(0),
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        codes_NK, scale_N, rows_T, y_TK, width, codes_NK.stride(0), BLOCK=BLOCK, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return y_TK
 
 
 @triton.jit
 def _int8_rows(
-    codes_ptr,
-    scale_ptr,
-    rows_ptr,
-    y_ptr,
-    width,
-    stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    codes_ptr, scale_ptr, rows_ptr, y_ptr, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < width

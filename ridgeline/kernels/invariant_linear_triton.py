@@ -24,16 +24,10 @@ ALIGNMENT = 16  # bytes; other addresses are another kernel
 
 
 def invariant_linear_triton(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    *,
-    tile: InvariantTile,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    bias_N: torch.Tensor | None = None,
-    out_MN: torch.Tensor | None = None,
-    pdl: bool | None = None,
-) -> torch.Tensor:
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, *, tile: InvariantTile,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None, dtype: torch.dtype | None = None,
+    bias_N: torch.Tensor | None = None, out_MN: torch.Tensor | None = None, pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`scales` of the rows of x and of W (float32), if they are codes; `dtype` of y is that of x
     unless given."""
     (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
@@ -47,31 +41,14 @@ def invariant_linear_triton(
     pdl = launches_early(x_MK.device) if pdl is None else pdl
     tiles_m, tiles_n = triton.cdiv(rows, tile.block_m), triton.cdiv(outputs, tile.block_n)
     _invariant_linear[(tiles_m * tiles_n,)](
-        x_MK,
-        weight_NK,
-        scales[0] if scales else x_MK,
-        scales[1] if scales else x_MK,
-        x_MK if bias_N is None else bias_N,
-        y_MN,
-        rows,
-        tiles_m,
-        outputs,
-        weight_NK.stride(0),
-        y_MN.stride(0),
-        INPUTS=inputs,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        NEIGHBOURS=NEIGHBOURS,
-        STAGES=tile.stages,
-        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32",
-        SCALED=scales is not None,
-        BIAS=bias_N is not None,
-        PDL=pdl,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        x_MK, weight_NK, scales[0] if scales else x_MK, scales[1] if scales else x_MK,
+        x_MK if bias_N is None else bias_N, y_MN, rows, tiles_m, outputs, weight_NK.stride(0),
+        y_MN.stride(0), INPUTS=inputs, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, NEIGHBOURS=NEIGHBOURS, STAGES=tile.stages,
+        PRECISION="ieee" if x_MK.dtype == torch.float32 else "tf32", SCALED=scales is not None,
+        BIAS=bias_N is not None, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return y_MN
 
 
@@ -116,28 +93,11 @@ def _place(program, tiles_m, outputs, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.cons
 
 @triton.jit(do_not_specialize=["rows", "tiles_m"])
 def _invariant_linear(
-    x_ptr,
-    w_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    tiles_m,
-    outputs,
-    w_stride,
-    y_stride,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, y_ptr, rows, tiles_m, outputs, w_stride,
+    y_stride, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -62,19 +62,11 @@ def gated_linear_gluon(
     m_tiles, o_tiles = -(-rows // tile.block_m), -(-width // half)
     _gated_linear[(min(m_tiles * o_tiles, multiprocessors(x_MK.device)),)](
         _descriptor(x_MK, [tile.block_m, tile.block_k]),
-        _descriptor(weight_NK, [half, tile.block_k]),
-        _descriptor(y_MO, [tile.block_m // 2, half]),
-        width,
-        m_tiles,
-        o_tiles,
-        STEPS=-(-inputs // tile.block_k),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        GROUP=tile.group,
-        STAGES=tile.stages,
+        _descriptor(weight_NK, [half, tile.block_k]), _descriptor(y_MO, [tile.block_m // 2, half]),
+        width, m_tiles, o_tiles, STEPS=-(-inputs // tile.block_k), BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, STAGES=tile.stages,
         num_warps=4,
-    )
+    )  # fmt: skip
     return y_MO
 
 
@@ -101,22 +93,10 @@ def _place(
 
 @gluon.jit
 def _load(
-    x_desc,
-    w_desc,
-    xs,
-    ws,
-    full,
-    free,
-    width,
-    m_tiles,
-    o_tiles,
-    STEPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
+    x_desc, w_desc, xs, ws, full, free, width, m_tiles, o_tiles, STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     HALF: gl.constexpr = BLOCK_N // 2
     count = 0
     for tile in range(gl.program_id(0), m_tiles * o_tiles, gl.num_programs(0)):
@@ -136,21 +116,10 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    GROUP_OF_WARPS: gl.constexpr,
-    y_desc,
-    xs,
-    ws,
-    y_buffer,
-    full,
-    free,
-    m_tiles,
-    o_tiles,
-    STEPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP_OF_WARPS: gl.constexpr, y_desc, xs, ws, y_buffer, full, free, m_tiles, o_tiles,
+    STEPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     HALF: gl.constexpr = BLOCK_N // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -185,19 +154,9 @@ def _multiply(
 # A number of rows is no reason to compile anew.
 @gluon.jit(do_not_specialize=["m_tiles", "o_tiles"])
 def _gated_linear(
-    x_desc,
-    w_desc,
-    y_desc,
-    width,
-    m_tiles,
-    o_tiles,
-    STEPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    x_desc, w_desc, y_desc, width, m_tiles, o_tiles, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     ROWS: gl.constexpr = BLOCK_M // 2
     HALF: gl.constexpr = BLOCK_N // 2
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)

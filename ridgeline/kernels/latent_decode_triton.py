@@ -106,98 +106,34 @@ def latent_decode_triton(
     sums, logs = (out_THC, out_THC) if splits == 1 else (work.sums_TXHC, work.logs_TXH)
     tables, pdl = batch.block_tables_BM, launches_early(q_THC.device)
     _decode_kernel[(num_requests, triton.cdiv(rows, tile.rows), splits)](
-        q_THC,
-        q_THR,
-        cache_NSW,
-        out_THC,
-        sums,
-        logs,
-        tables,
-        batch.rows_B,
-        batch.seq_lens_B,
-        batch.query_start_B1,
-        scale * LOG2_E,
-        q_THC.stride(0),
-        q_THC.stride(1),
-        q_THR.stride(0),
-        q_THR.stride(1),
-        out_THC.stride(0),
-        out_THC.stride(1),
-        cache_NSW.stride(0),
-        cache_NSW.stride(1),
-        tables.stride(0),
-        tables.shape[1],
-        HEADS=heads,
-        SIZE=size,
-        ROTATED=q_THR.shape[2],
-        BLOCK_C=max(16, triton.next_power_of_2(size)),
-        BLOCK_R=max(16, triton.next_power_of_2(q_THR.shape[2])),
-        BLOCK_SIZE=cache_NSW.shape[1],
-        ROWS=tile.rows,
-        BLOCK_U=tile.keys,
-        SPLITS=splits,
-        MAX_NEW=batch.max_new,
-        PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        launch_pdl=pdl,
-    )
+        q_THC, q_THR, cache_NSW, out_THC, sums, logs, tables, batch.rows_B, batch.seq_lens_B,
+        batch.query_start_B1, scale * LOG2_E, q_THC.stride(0), q_THC.stride(1), q_THR.stride(0),
+        q_THR.stride(1), out_THC.stride(0), out_THC.stride(1), cache_NSW.stride(0),
+        cache_NSW.stride(1), tables.stride(0), tables.shape[1], HEADS=heads, SIZE=size,
+        ROTATED=q_THR.shape[2], BLOCK_C=max(16, triton.next_power_of_2(size)),
+        BLOCK_R=max(16, triton.next_power_of_2(q_THR.shape[2])), BLOCK_SIZE=cache_NSW.shape[1],
+        ROWS=tile.rows, BLOCK_U=tile.keys, SPLITS=splits, MAX_NEW=batch.max_new,
+        PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32", PDL=pdl, num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens, heads)](
-            sums,
-            logs,
-            out_THC,
-            out_THC.stride(0),
-            out_THC.stride(1),
-            HEADS=heads,
-            SIZE=size,
-            BLOCK_C=max(16, triton.next_power_of_2(size)),
-            SPLITS=splits,
-            BLOCK_X=triton.next_power_of_2(splits),
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+            sums, logs, out_THC, out_THC.stride(0), out_THC.stride(1), HEADS=heads, SIZE=size,
+            BLOCK_C=max(16, triton.next_power_of_2(size)), SPLITS=splits,
+            BLOCK_X=triton.next_power_of_2(splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return out_THC
 
 
 @triton.jit
 def _decode_kernel(
-    q,
-    q_rotated,
-    cache,
-    out,
-    sums,
-    logs,
-    tables,
-    table_rows,
-    seq_lens,
-    query_start,
-    scale_log2,
-    q_token,
-    q_head,
-    r_token,
-    r_head,
-    out_token,
-    out_head,
-    cache_block,
-    cache_slot,
-    table_row,
-    table_width,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAX_NEW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, q_rotated, cache, out, sums, logs, tables, table_rows, seq_lens, query_start, scale_log2,
+    q_token, q_head, r_token, r_head, out_token, out_head, cache_block, cache_slot, table_row,
+    table_width, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_U: tl.constexpr, SPLITS: tl.constexpr, MAX_NEW: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -278,18 +214,9 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_kernel(
-    sums,
-    logs,
-    out,
-    out_token,
-    out_head,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    sums, logs, out, out_token, out_head, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -315,75 +242,32 @@ def _merge_kernel(
 
 
 def write_latent_triton(
-    kv_TW: torch.Tensor,
-    q_THR: torch.Tensor,
-    weight_C: torch.Tensor,
-    eps: float,
-    table_L2R: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    cache_NSW: torch.Tensor,
-    *,
-    interleaved: bool,
-) -> None:
+    kv_TW: torch.Tensor, q_THR: torch.Tensor, weight_C: torch.Tensor, eps: float,
+    table_L2R: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor,
+    cache_NSW: torch.Tensor, *, interleaved: bool,
+) -> None:  # fmt: skip
     """See `write_latent_reference`."""
     tokens, heads, rotated = q_THR.shape
     size, half = len(weight_C), rotated // 2
     block_heads = min(triton.next_power_of_2(heads), 16)
     pdl = launches_early(kv_TW.device)
     _write_kernel[(tokens, 1 + triton.cdiv(heads, block_heads))](
-        kv_TW,
-        q_THR,
-        weight_C,
-        table_L2R,
-        positions_T,
-        slots_T,
-        cache_NSW,
-        eps,
-        kv_TW.stride(0),
-        q_THR.stride(0),
-        q_THR.stride(1),
-        cache_NSW.stride(1),
-        HEADS=heads,
-        SIZE=size,
-        HALF=half,
-        BLOCK_C=triton.next_power_of_2(size),
-        BLOCK_F=triton.next_power_of_2(half),
-        BLOCK_H=block_heads,
-        NEXT=1 if interleaved else half,
-        STEP=2 if interleaved else 1,
-        LARGEST=torch.finfo(cache_NSW.dtype).max if cache_NSW.dtype.itemsize == 1 else 0.0,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        kv_TW, q_THR, weight_C, table_L2R, positions_T, slots_T, cache_NSW, eps, kv_TW.stride(0),
+        q_THR.stride(0), q_THR.stride(1), cache_NSW.stride(1), HEADS=heads, SIZE=size, HALF=half,
+        BLOCK_C=triton.next_power_of_2(size), BLOCK_F=triton.next_power_of_2(half),
+        BLOCK_H=block_heads, NEXT=1 if interleaved else half, STEP=2 if interleaved else 1,
+        LARGEST=torch.finfo(cache_NSW.dtype).max if cache_NSW.dtype.itemsize == 1 else 0.0, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
 def _write_kernel(
-    kv,
-    q,
-    weight,
-    table,
-    positions,
-    slots,
-    cache,
-    eps,
-    kv_token,
-    q_token,
-    q_head,
-    cache_slot,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    NEXT: tl.constexpr,
-    STEP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    kv, q, weight, table, positions, slots, cache, eps, kv_token, q_token, q_head, cache_slot,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_H: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
+    LARGEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -169,19 +169,10 @@ def unsupported(
 
 
 def make_schedule(
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    max_requests: int,
-    numbers: Numbers = PLAIN,
-    num_new: int = 1,
-    config: Config | None = None,
-    num_programs: int | None = None,
-    is_fused: bool = True,
-) -> CudaSchedule:
+    device: torch.device, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+    max_requests: int, numbers: Numbers = PLAIN, num_new: int = 1, config: Config | None = None,
+    num_programs: int | None = None, is_fused: bool = True,
+) -> CudaSchedule:  # fmt: skip
     """Shared by all layers of these shapes and this window that run one after the other.
     `num_programs` None: as many as the device runs at a time."""
     config = config or choose_config(head_dim, num_kv_heads, max_requests, numbers, num_new)
@@ -208,26 +199,14 @@ def make_schedule(
 
     pieces = 2 * num_programs, num_kv_heads, queries
     return CudaSchedule(
-        config=config,
-        numbers=numbers,
-        is_fused=is_fused,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        num_new=num_new,
-        head_dim=head_dim,
-        block_size=block_size,
-        max_requests=max_requests,
-        num_programs=num_programs,
-        num_warps=warps,
-        num_groups=groups,
-        resident=resident,
-        records=blank(num_programs, RECORD, dtype=torch.int32),
-        parts=blank(*pieces, head_dim),
-        best=blank(*pieces),
-        total=blank(*pieces),
+        config=config, numbers=numbers, is_fused=is_fused, num_kv_heads=num_kv_heads, group=group,
+        num_new=num_new, head_dim=head_dim, block_size=block_size, max_requests=max_requests,
+        num_programs=num_programs, num_warps=warps, num_groups=groups, resident=resident,
+        records=blank(num_programs, RECORD, dtype=torch.int32), parts=blank(*pieces, head_dim),
+        best=blank(*pieces), total=blank(*pieces),
         arrived=blank(max_requests, num_kv_heads, dtype=torch.int32),
         groups_arrived=blank(2 * num_programs, num_kv_heads, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
@@ -237,40 +216,21 @@ def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
     num_requests = batch.seq_lens_B.shape[0]
     check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
     schedule_kernel[(schedule.num_programs,)](
-        batch.seq_lens_B,
-        batch.query_start_B1,
-        schedule.records,
-        num_requests,
-        NUM_KV_HEADS=1,
-        WINDOW=batch.window or 0,
-        BLOCK_N=STEP_KEYS,
-        BLOCK_B=1 << (num_requests - 1).bit_length(),
-        MIN_TILES=schedule.config.min_steps,
-        RECORD=RECORD,
-        MAX_NEW=schedule.num_new,
-        WHOLE=schedule.config.whole_steps,
-        SLACK=schedule.config.slack,
-        UNEVEN=schedule.config.uneven,
-        UNREAD=schedule.num_new if schedule.is_fused else 0,
-        tables=batch.block_tables_BM,
-        table_rows=batch.rows_B,
-        table_row=batch.block_tables_BM.stride(0),
-        BLOCK_SIZE=schedule.block_size,
-        HEAD=HEAD if schedule.config.split else 0,
-        num_warps=4,
-    )
+        batch.seq_lens_B, batch.query_start_B1, schedule.records, num_requests, NUM_KV_HEADS=1,
+        WINDOW=batch.window or 0, BLOCK_N=STEP_KEYS, BLOCK_B=1 << (num_requests - 1).bit_length(),
+        MIN_TILES=schedule.config.min_steps, RECORD=RECORD, MAX_NEW=schedule.num_new,
+        WHOLE=schedule.config.whole_steps, SLACK=schedule.config.slack,
+        UNEVEN=schedule.config.uneven, UNREAD=schedule.num_new if schedule.is_fused else 0,
+        tables=batch.block_tables_BM, table_rows=batch.rows_B,
+        table_row=batch.block_tables_BM.stride(0), BLOCK_SIZE=schedule.block_size,
+        HEAD=HEAD if schedule.config.split else 0, num_warps=4,
+    )  # fmt: skip
 
 
 def paged_decode_cuda(
-    q_THD: torch.Tensor,
-    kv: PagedKV,
-    batch: DecodeBatch,
-    scale: float,
-    schedule: CudaSchedule,
-    out_THD: torch.Tensor,
-    *,
-    pdl: bool | None = None,
-) -> None:
+    q_THD: torch.Tensor, kv: PagedKV, batch: DecodeBatch, scale: float, schedule: CudaSchedule,
+    out_THD: torch.Tensor, *, pdl: bool | None = None,
+) -> None:  # fmt: skip
     """`paged_decode` where every request has one new token, which is in the cache already."""
     check(q_THD.shape == out_THD.shape, "an answer for each query")
     check(q_THD.shape[1:] == _heads(schedule), "the schedule's queries", shape=tuple(q_THD.shape))
@@ -280,17 +240,9 @@ def paged_decode_cuda(
 
 
 def decode_with_prologue(
-    qkv_TX: torch.Tensor,
-    prologue: Prologue,
-    kv: PagedKV,
-    batch: DecodeBatch,
-    scale: float,
-    schedule: CudaSchedule,
-    out_THD: torch.Tensor,
-    *,
-    pdl: bool | None = None,
-    early: bool = False,
-) -> None:
+    qkv_TX: torch.Tensor, prologue: Prologue, kv: PagedKV, batch: DecodeBatch, scale: float,
+    schedule: CudaSchedule, out_THD: torch.Tensor, *, pdl: bool | None = None, early: bool = False,
+) -> None:  # fmt: skip
     """`qk_norm_rope_write` and then `paged_decode`, in one launch, where every request has as many
     new tokens as the schedule says. No two of them, of requests of a length above 0, have the same
     slot, but for slots nobody reads.
@@ -319,17 +271,10 @@ def decode_with_prologue(
 
 
 def _launch(
-    q: torch.Tensor,
-    q_head: int,
-    kv: PagedKV,
-    batch: DecodeBatch,
-    scale: float,
-    schedule: CudaSchedule,
-    out_THD: torch.Tensor,
-    prologue: Prologue | None,
-    pdl: bool | None,
+    q: torch.Tensor, q_head: int, kv: PagedKV, batch: DecodeBatch, scale: float,
+    schedule: CudaSchedule, out_THD: torch.Tensor, prologue: Prologue | None, pdl: bool | None,
     early: bool,
-) -> None:
+) -> None:  # fmt: skip
     _check_batch(q, kv, batch, schedule, out_THD)
     check(schedule.is_fused == (prologue is not None), "a schedule for what is launched")
     pdl = launches_early(q.device) if pdl is None else pdl

@@ -96,16 +96,9 @@ class Schedule:
 
 
 def make_schedule(
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_requests: int,
-    max_new: int,
-    config: Config | None = None,
-    num_programs: int | None = None,
-) -> Schedule:
+    device: torch.device, *, num_heads: int, num_kv_heads: int, head_dim: int, max_requests: int,
+    max_new: int, config: Config | None = None, num_programs: int | None = None,
+) -> Schedule:  # fmt: skip
     """`num_programs` None: as many as the device runs at a time."""
     rows = num_rows(num_heads // num_kv_heads, max_new)
     config = config or choose_config(max_requests, rows, max_new, head_dim)
@@ -118,19 +111,13 @@ def make_schedule(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return Schedule(
-        config=config,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        head_dim=head_dim,
-        max_requests=max_requests,
-        max_new=max_new,
-        num_programs=num_programs,
+        config=config, num_kv_heads=num_kv_heads, group=num_heads // num_kv_heads,
+        head_dim=head_dim, max_requests=max_requests, max_new=max_new, num_programs=num_programs,
         records=blank(num_programs, RECORD, dtype=torch.int32),
-        parts=blank(2 * num_programs, rows, head_dim),
-        best=blank(2 * num_programs, rows),
+        parts=blank(2 * num_programs, rows, head_dim), best=blank(2 * num_programs, rows),
         total=blank(2 * num_programs, rows),
         arrived=blank(max_requests * num_kv_heads, dtype=torch.int32),
-    )
+    )  # fmt: skip
 
 
 def num_rows(group: int, max_new: int) -> int:
@@ -142,19 +129,11 @@ def refresh(schedule: Schedule, batch: DecodeBatch) -> None:
     num_requests = batch.seq_lens_B.shape[0]
     check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
     schedule_kernel[(schedule.num_programs,)](
-        batch.seq_lens_B,
-        batch.query_start_B1,
-        schedule.records,
-        num_requests,
-        NUM_KV_HEADS=schedule.num_kv_heads,
-        WINDOW=batch.window or 0,
-        BLOCK_N=schedule.config.block_n,
-        BLOCK_B=1 << (num_requests - 1).bit_length(),
-        MIN_TILES=schedule.config.min_tiles,
-        RECORD=RECORD,
-        MAX_NEW=batch.max_new,
-        num_warps=4,
-    )
+        batch.seq_lens_B, batch.query_start_B1, schedule.records, num_requests,
+        NUM_KV_HEADS=schedule.num_kv_heads, WINDOW=batch.window or 0,
+        BLOCK_N=schedule.config.block_n, BLOCK_B=1 << (num_requests - 1).bit_length(),
+        MIN_TILES=schedule.config.min_tiles, RECORD=RECORD, MAX_NEW=batch.max_new, num_warps=4,
+    )  # fmt: skip
 
 
 def paged_decode_triton(
@@ -174,51 +153,21 @@ def paged_decode_triton(
     config, rows = schedule.config, schedule.best.shape[1]
     asked = 1 << (schedule.group * batch.max_new - 1).bit_length()
     _decode_kernel[(schedule.num_programs,)](
-        q_THD,
-        k_NSKD,
-        kv.v_NSKD,
-        *scaling(kv),
-        out_THD,
-        batch.block_tables_BM,
-        batch.seq_lens_B if batch.rows_B is None else batch.rows_B,
-        batch.seq_lens_B,
-        batch.query_start_B1,
-        schedule.records,
-        schedule.parts,
-        schedule.best,
-        schedule.total,
-        schedule.arrived,
-        scale * math.log2(math.e),
-        q_THD.stride(0),
-        q_THD.stride(1),
-        out_THD.stride(0),
-        out_THD.stride(1),
-        k_NSKD.stride(0),
-        k_NSKD.stride(1),
-        k_NSKD.stride(2),
-        *scaling_strides(kv),
-        batch.block_tables_BM.stride(0),
-        batch.block_tables_BM.shape[1],
-        NUM_KV_HEADS=schedule.num_kv_heads,
-        GROUP=schedule.group,
-        ROWS=rows,
-        HEAD_DIM=schedule.head_dim,
-        BLOCK_SIZE=k_NSKD.shape[1],
-        BLOCK_N=config.block_n,
-        CODES=kv.code_bits,
-        WINDOW=batch.window or 0,
-        NAMED_ROWS=batch.rows_B is not None,
-        ASKED=asked,
-        MERGE=max(1, MERGED_AT_ONCE // (asked * schedule.head_dim)),
-        STAGES=config.num_stages,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
-        RECORD=RECORD,
-        MAX_NEW=batch.max_new,
-        PDL=launches_early(q_THD.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        q_THD, k_NSKD, kv.v_NSKD, *scaling(kv), out_THD, batch.block_tables_BM,
+        batch.seq_lens_B if batch.rows_B is None else batch.rows_B, batch.seq_lens_B,
+        batch.query_start_B1, schedule.records, schedule.parts, schedule.best, schedule.total,
+        schedule.arrived, scale * math.log2(math.e), q_THD.stride(0), q_THD.stride(1),
+        out_THD.stride(0), out_THD.stride(1), k_NSKD.stride(0), k_NSKD.stride(1), k_NSKD.stride(2),
+        *scaling_strides(kv), batch.block_tables_BM.stride(0), batch.block_tables_BM.shape[1],
+        NUM_KV_HEADS=schedule.num_kv_heads, GROUP=schedule.group, ROWS=rows,
+        HEAD_DIM=schedule.head_dim, BLOCK_SIZE=k_NSKD.shape[1], BLOCK_N=config.block_n,
+        CODES=kv.code_bits, WINDOW=batch.window or 0, NAMED_ROWS=batch.rows_B is not None,
+        ASKED=asked, MERGE=max(1, MERGED_AT_ONCE // (asked * schedule.head_dim)),
+        STAGES=config.num_stages, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        RECORD=RECORD, MAX_NEW=batch.max_new, PDL=launches_early(q_THD.device),
+        num_warps=config.num_warps, num_stages=config.num_stages,
         launch_pdl=launches_early(q_THD.device),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -258,27 +207,12 @@ def _own_piece(all_B, share, longest, num_programs, WHOLE: tl.constexpr, UNEVEN:
 
 @triton.jit
 def schedule_kernel(
-    seq_lens,
-    query_start,
-    records,
-    num_requests,
-    NUM_KV_HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    RECORD: tl.constexpr,
-    MAX_NEW: tl.constexpr,
-    WHOLE: tl.constexpr = 0,
-    SLACK: tl.constexpr = 0,
-    UNEVEN: tl.constexpr = 0,
-    UNREAD: tl.constexpr = 0,
-    tables=None,
-    table_rows=None,
-    table_row=0,
-    BLOCK_SIZE: tl.constexpr = 0,
-    HEAD: tl.constexpr = 0,
-):
+    seq_lens, query_start, records, num_requests, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, RECORD: tl.constexpr,
+    MAX_NEW: tl.constexpr, WHOLE: tl.constexpr = 0, SLACK: tl.constexpr = 0,
+    UNEVEN: tl.constexpr = 0, UNREAD: tl.constexpr = 0, tables=None, table_rows=None, table_row=0,
+    BLOCK_SIZE: tl.constexpr = 0, HEAD: tl.constexpr = 0,
+):  # fmt: skip
     """Where the range of tiles of each program begins; every program adds up all the lengths.
 
     Cuts cost a merge, and a range with the end of one request and the begin of the next two of
@@ -358,53 +292,14 @@ def schedule_kernel(
 
 @triton.jit
 def _decode_kernel(
-    q,
-    k,
-    v,
-    k_scales,
-    v_scales,
-    k_lows,
-    v_lows,
-    out,
-    tables,
-    table_rows,
-    seq_lens,
-    query_start,
-    records,
-    parts,
-    best_parts,
-    total_parts,
-    arrived,
-    scale_log2,
-    q_row,
-    q_head,
-    out_row,
-    out_head,
-    kv_block,
-    kv_slot,
-    kv_head,
-    scale_block,
-    scale_slot,
-    scale_head,
-    table_row,
-    table_width,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CODES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NAMED_ROWS: tl.constexpr,
-    ASKED: tl.constexpr,
-    MERGE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    RECORD: tl.constexpr,
-    MAX_NEW: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, k, v, k_scales, v_scales, k_lows, v_lows, out, tables, table_rows, seq_lens, query_start,
+    records, parts, best_parts, total_parts, arrived, scale_log2, q_row, q_head, out_row, out_head,
+    kv_block, kv_slot, kv_head, scale_block, scale_slot, scale_head, table_row, table_width,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CODES: tl.constexpr, WINDOW: tl.constexpr,
+    NAMED_ROWS: tl.constexpr, ASKED: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, RECORD: tl.constexpr, MAX_NEW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

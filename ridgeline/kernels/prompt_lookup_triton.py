@@ -37,50 +37,23 @@ def lookup_triton(
     check(has_room, "room for all rows", rows=num_rows, has=len(room.arrivals_B))
     pdl = launches_early(rows_B.device) if pdl is None else pdl
     _lookup[(num_rows, splits)](
-        rows_B,
-        history.tokens_NL,
-        history.lens_N,
-        history.found_N,
-        room.best_P,
-        room.arrivals_B,
-        history.tokens_NL.stride(0),
-        width,
-        splits,
-        rule.min_match,
-        rule.max_match,
-        rule.max_draft_tokens,
-        rule.drafts_per_match,
-        SPAN=span,
+        rows_B, history.tokens_NL, history.lens_N, history.found_N, room.best_P, room.arrivals_B,
+        history.tokens_NL.stride(0), width, splits, rule.min_match, rule.max_match,
+        rule.max_draft_tokens, rule.drafts_per_match, SPAN=span,
         SPLITS=triton.next_power_of_2(splits),
-        DRAFT_TOKENS=triton.next_power_of_2(rule.max_draft_tokens),
-        PDL=pdl,
-        num_warps=4,
+        DRAFT_TOKENS=triton.next_power_of_2(rule.max_draft_tokens), PDL=pdl, num_warps=4,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["splits", "min_match", "max_match", "max_draft_tokens", "drafts_per_match"]
 )
 def _lookup(
-    rows_ptr,
-    tokens_ptr,
-    lens_ptr,
-    found_ptr,
-    best_ptr,
-    arrivals_ptr,
-    token_row,
-    token_width,
-    splits,
-    min_match,
-    max_match,
-    max_draft_tokens,
-    drafts_per_match,
-    SPAN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DRAFT_TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows_ptr, tokens_ptr, lens_ptr, found_ptr, best_ptr, arrivals_ptr, token_row, token_width,
+    splits, min_match, max_match, max_draft_tokens, drafts_per_match, SPAN: tl.constexpr,
+    SPLITS: tl.constexpr, DRAFT_TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     split = tl.program_id(1)
     if PDL:

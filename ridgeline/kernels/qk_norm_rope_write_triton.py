@@ -29,16 +29,10 @@ PRODUCT_ROWS = 16  # of tl.dot, which turns keys of 4 bits
 
 
 def qk_norm_rope_write_triton(
-    qkv_TX: torch.Tensor,
-    table_L2D: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    kv: PagedKV,
-    *,
-    norms: HeadNorms | None = None,
-    block_heads: int | None = None,
+    qkv_TX: torch.Tensor, table_L2D: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor,
+    kv: PagedKV, *, norms: HeadNorms | None = None, block_heads: int | None = None,
     pdl: bool | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     tokens, width = qkv_TX.shape
     _, block_size, kv_heads, _ = kv.k_NSKD.shape
     size = kv.head_dim
@@ -52,34 +46,14 @@ def qk_norm_rope_write_triton(
     if kv.code_bits == 4:
         tile = PRODUCT_ROWS
     _qk_norm_rope_write[(tokens, triton.cdiv(heads + 2 * kv_heads, tile))](
-        qkv_TX,
-        table_L2D,
-        positions_T,
-        slots_T,
-        norms.q_weight_D if norms else qkv_TX,
-        norms.k_weight_D if norms else qkv_TX,
-        q_THD,
-        kv.k_NSKD,
-        kv.v_NSKD,
-        *scaling(kv),
-        heads,
-        kv_heads,
-        norms.eps if norms else 0.0,
-        qkv_TX.stride(0),
-        *kv.k_NSKD.stride()[:3],
-        *kv.v_NSKD.stride()[:3],
-        *scaling_strides(kv),
-        BLOCK_SIZE=block_size,
-        SIZE=size,
-        HALF=triton.next_power_of_2(size // 2),
-        HEADS=tile,
-        NORM=norms is not None,
-        CODES=kv.code_bits,
-        PRECISION="ieee" if qkv_TX.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        num_warps=1 if tile <= 4 else 4,
-        launch_pdl=pdl,
-    )
+        qkv_TX, table_L2D, positions_T, slots_T, norms.q_weight_D if norms else qkv_TX,
+        norms.k_weight_D if norms else qkv_TX, q_THD, kv.k_NSKD, kv.v_NSKD, *scaling(kv), heads,
+        kv_heads, norms.eps if norms else 0.0, qkv_TX.stride(0), *kv.k_NSKD.stride()[:3],
+        *kv.v_NSKD.stride()[:3], *scaling_strides(kv), BLOCK_SIZE=block_size, SIZE=size,
+        HALF=triton.next_power_of_2(size // 2), HEADS=tile, NORM=norms is not None,
+        CODES=kv.code_bits, PRECISION="ieee" if qkv_TX.dtype == torch.float32 else "tf32", PDL=pdl,
+        num_warps=1 if tile <= 4 else 4, launch_pdl=pdl,
+    )  # fmt: skip
     return q_THD
 
 
@@ -106,41 +80,13 @@ def _check(
 
 @triton.jit
 def _qk_norm_rope_write(
-    qkv_ptr,
-    table_ptr,
-    positions_ptr,
-    slots_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    k_lows_ptr,
-    v_lows_ptr,
-    heads,
-    kv_heads,
-    eps,
-    qkv_stride,
-    k_block,
-    k_slot,
-    k_head,
-    v_block,
-    v_slot,
-    v_head,
-    scale_block,
-    scale_slot,
-    scale_head,
-    BLOCK_SIZE: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    NORM: tl.constexpr,
-    CODES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qkv_ptr, table_ptr, positions_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_cache_ptr,
+    v_cache_ptr, k_scales_ptr, v_scales_ptr, k_lows_ptr, v_lows_ptr, heads, kv_heads, eps,
+    qkv_stride, k_block, k_slot, k_head, v_block, v_slot, v_head, scale_block, scale_slot,
+    scale_head, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q = head < heads

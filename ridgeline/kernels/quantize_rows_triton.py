@@ -42,28 +42,14 @@ def quantize_rows_triton(
     block = triton.next_power_of_2(size)
     pdl = launches_early(x_MW.device) if pdl is None else pdl
     _quantize_rows[(rows,)](
-        x_MW,
-        x_MW if residual_MK is None else residual_MK,
-        norm.weight_K if norm else x_MW,
-        codes_MK,
-        scale_M,
-        size,
-        x_MW.stride(0),
-        0 if residual_MK is None else residual_MK.stride(0),
-        norm.eps if norm else 0.0,
-        LARGEST=LARGEST_OF.get(dtype, LARGEST_OF[E4M3]),
-        LEAST=LEAST,
-        LEAST_BITS=LEAST_BITS,
-        WHOLE=WHOLE,
-        INTEGER=dtype == INT8,
-        BLOCK=block,
-        SILU=silu,
-        RESIDUAL=residual_MK is not None,
-        NORM=norm is not None,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        launch_pdl=pdl,
-    )
+        x_MW, x_MW if residual_MK is None else residual_MK, norm.weight_K if norm else x_MW,
+        codes_MK, scale_M, size, x_MW.stride(0),
+        0 if residual_MK is None else residual_MK.stride(0), norm.eps if norm else 0.0,
+        LARGEST=LARGEST_OF.get(dtype, LARGEST_OF[E4M3]), LEAST=LEAST, LEAST_BITS=LEAST_BITS,
+        WHOLE=WHOLE, INTEGER=dtype == INT8, BLOCK=block, SILU=silu,
+        RESIDUAL=residual_MK is not None, NORM=norm is not None, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
+    )  # fmt: skip
     return QuantizedRows(codes_MK, scale_M)
 
 
@@ -86,26 +72,11 @@ def _check(
 
 @triton.jit
 def _quantize_rows(
-    x_ptr,
-    residual_ptr,
-    norm_ptr,
-    codes_ptr,
-    scale_ptr,
-    size,
-    x_stride,
-    residual_stride,
-    eps,
-    LARGEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    LEAST_BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    INTEGER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SILU: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, norm_ptr, codes_ptr, scale_ptr, size, x_stride, residual_stride, eps,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, LEAST_BITS: tl.constexpr, WHOLE: tl.constexpr,
+    INTEGER: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < size

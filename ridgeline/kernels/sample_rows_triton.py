@@ -101,39 +101,17 @@ def _adjust(
 
 
 def _draw(
-    positions_R: torch.Tensor,
-    controls: Controls,
-    counts: Counts,
-    space: SampleSpace,
-    ids_R: torch.Tensor,
-    is_sound_R: torch.Tensor,
-    *,
-    pdl: bool,
-) -> None:
+    positions_R: torch.Tensor, controls: Controls, counts: Counts, space: SampleSpace,
+    ids_R: torch.Tensor, is_sound_R: torch.Tensor, *, pdl: bool,
+) -> None:  # fmt: skip
     chunks = space.offsets_RC.shape[1]
     _draw_rows[(len(ids_R), chunks)](
-        space.adjusted_RV,
-        positions_R,
-        controls.whole_5R,
-        controls.floats_7R,
-        counts.output_PV,
-        space.most_R,
-        space.state_5R,
-        space.partial_R3C,
-        ids_R,
-        is_sound_R,
-        space.arrivals_R,
-        space.adjusted_RV.shape[1],
-        controls.whole_5R.stride(0),
-        controls.floats_7R.stride(0),
-        space.num_rows,
-        chunks,
-        BLOCK=space.chunk,
-        CHUNKS=triton.next_power_of_2(chunks),
-        PDL=pdl,
-        num_warps=8,
-        launch_pdl=pdl,
-    )
+        space.adjusted_RV, positions_R, controls.whole_5R, controls.floats_7R, counts.output_PV,
+        space.most_R, space.state_5R, space.partial_R3C, ids_R, is_sound_R, space.arrivals_R,
+        space.adjusted_RV.shape[1], controls.whole_5R.stride(0), controls.floats_7R.stride(0),
+        space.num_rows, chunks, BLOCK=space.chunk, CHUNKS=triton.next_power_of_2(chunks), PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -146,31 +124,11 @@ def _penalised(x, count, is_prompt, repetition, frequency, presence):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _adjust_rows(
-    logits_ptr,
-    positions_ptr,
-    whole_ptr,
-    floats_ptr,
-    places_ptr,
-    values_ptr,
-    counts_ptr,
-    prompt_ptr,
-    adjusted_ptr,
-    most_ptr,
-    state_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    size,
-    logits_stride,
-    whole_stride,
-    floats_stride,
-    places_stride,
-    num_rows,
-    chunks,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, positions_ptr, whole_ptr, floats_ptr, places_ptr, values_ptr, counts_ptr,
+    prompt_ptr, adjusted_ptr, most_ptr, state_ptr, partial_ptr, arrivals_ptr, size, logits_stride,
+    whole_stride, floats_stride, places_stride, num_rows, chunks, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:
@@ -232,26 +190,10 @@ def _adjust_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _draw_rows(
-    adjusted_ptr,
-    positions_ptr,
-    whole_ptr,
-    floats_ptr,
-    counts_ptr,
-    most_ptr,
-    state_ptr,
-    partial_ptr,
-    ids_ptr,
-    is_sound_ptr,
-    arrivals_ptr,
-    size,
-    whole_stride,
-    floats_stride,
-    num_rows,
-    chunks,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    adjusted_ptr, positions_ptr, whole_ptr, floats_ptr, counts_ptr, most_ptr, state_ptr,
+    partial_ptr, ids_ptr, is_sound_ptr, arrivals_ptr, size, whole_stride, floats_stride, num_rows,
+    chunks, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:

@@ -26,15 +26,9 @@ def silu_mul_triton(
         return out_TF
     pdl = launches_early(gate_up_TG.device) if pdl is None else pdl
     _silu_mul[(tokens, triton.cdiv(both // 2, block))](
-        gate_up_TG,
-        out_TF,
-        both // 2,
-        gate_up_TG.stride(0),
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
+        gate_up_TG, out_TF, both // 2, gate_up_TG.stride(0), BLOCK=block, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return out_TF
 
 

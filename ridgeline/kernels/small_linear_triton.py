@@ -59,18 +59,11 @@ def cut_work(tile: Tile, rows: int, outputs: int, inputs: int, multiprocessors: 
 
 
 def small_linear_triton(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    *,
-    tile: Tile,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    pdl: bool | None = None,
-) -> torch.Tensor:
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, *, tile: Tile, norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None, gated: bool = False,
+    residual_MO: torch.Tensor | None = None, out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None, pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `small_linear`, cut by `tile`. Between launches with `pdl` that share a workspace there
     may only be kernels that wait as well."""
     (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
@@ -89,45 +82,18 @@ def small_linear_triton(
     room = _room(workspace, y_MO, cut, tile)
     pdl = (launches_early(x_MK.device) if pdl is None else pdl) and tile.pdl
     _small_linear[(cut.programs,)](
-        x_MK,
-        weight_NK,
-        _descriptor(weight_NK, tile, gated) if tile.tma else weight_NK,
-        norm.weight_K if norm else x_MK,
-        x_MK if bias_N is None else bias_N,
-        y_MO if residual_MO is None else residual_MO,
-        y_MO,
-        room.partial_P if room else y_MO,
-        room.arrivals_A if room else y_MO,
-        rows,
-        width,
-        inputs,
-        cut.tiles,
-        cut.steps,
-        cut.share,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        0 if residual_MO is None else residual_MO.stride(0),
-        y_MO.stride(0),
-        norm.eps if norm else 0.0,
-        ROWS=cut.rows,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
-        DOT=tile.dot,
-        TMA=tile.tma,
-        PER_SM=tile.per_sm > 0,
-        MERGE=cut.merges,
-        EVEN_K=inputs % tile.block_k == 0,
-        GATED=gated,
-        NORM=norm is not None,
-        BIAS=bias_N is not None,
-        RESIDUAL=residual_MO is not None,
-        PDL=pdl,
-        EARLY=tile.early,
-        LINES=_lines(tile, weight_NK) if pdl else 0,
-        num_warps=tile.warps,
+        x_MK, weight_NK, _descriptor(weight_NK, tile, gated) if tile.tma else weight_NK,
+        norm.weight_K if norm else x_MK, x_MK if bias_N is None else bias_N,
+        y_MO if residual_MO is None else residual_MO, y_MO, room.partial_P if room else y_MO,
+        room.arrivals_A if room else y_MO, rows, width, inputs, cut.tiles, cut.steps, cut.share,
+        x_MK.stride(0), weight_NK.stride(0), 0 if residual_MO is None else residual_MO.stride(0),
+        y_MO.stride(0), norm.eps if norm else 0.0, ROWS=cut.rows, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.stages, DOT=tile.dot, TMA=tile.tma,
+        PER_SM=tile.per_sm > 0, MERGE=cut.merges, EVEN_K=inputs % tile.block_k == 0, GATED=gated,
+        NORM=norm is not None, BIAS=bias_N is not None, RESIDUAL=residual_MO is not None, PDL=pdl,
+        EARLY=tile.early, LINES=_lines(tile, weight_NK) if pdl else 0, num_warps=tile.warps,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return y_MO
 
 
@@ -213,19 +179,9 @@ def _weight_rows(i, tile, width, H: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _weights(
-    w_ptr,
-    w_desc,
-    places,
-    tile,
-    at,
-    inputs,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    H: tl.constexpr,
-    GATED: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    w_ptr, w_desc, places, tile, at, inputs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_N, BLOCK_K] from `at` on; `w_ptr` is the tile's first row."""
     if TMA:
         if GATED:
@@ -242,20 +198,9 @@ def _weights(
 
 @triton.jit
 def _add(
-    w,
-    total,
-    squares,
-    x_ptr,
-    norm_ptr,
-    places,
-    at,
-    inputs,
-    BLOCK_K: tl.constexpr,
-    GRAIN: tl.constexpr,
-    DOT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    w, total, squares, x_ptr, norm_ptr, places, at, inputs, BLOCK_K: tl.constexpr,
+    GRAIN: tl.constexpr, DOT: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Adds one step of products to `total` and, for the norm, of squares to `squares`."""
     k = at + tl.arange(0, BLOCK_K)
     if EVEN_K:
@@ -279,27 +224,11 @@ def _add(
 
 @triton.jit
 def _sums(
-    x_ptr,
-    w_ptr,
-    w_desc,
-    norm_ptr,
-    x_places,
-    w_places,
-    tile,
-    begin,
-    count,
-    inputs,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    H: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    x_ptr, w_ptr, w_desc, norm_ptr, x_places, w_places, tile, begin, count, inputs,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, H: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """The products [BLOCK_N, ROWS] and squares [ROWS] of `count` steps from step `begin` on."""
     grain: tl.constexpr = min(BLOCK_K, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
     total = tl.zeros((BLOCK_N, ROWS if DOT else BLOCK_K // grain), tl.float32)
@@ -315,37 +244,15 @@ def _sums(
                 w_ptr, w_desc, w_places, tile, at, inputs, BLOCK_N, BLOCK_K, H, GATED, TMA, EVEN_K
             )
             total, squares = _add(
-                w,
-                total,
-                squares,
-                x_ptr,
-                norm_ptr,
-                x_places,
-                at - BLOCK_K,
-                inputs,
-                BLOCK_K,
-                grain,
-                DOT,
-                EVEN_K,
-                NORM,
-            )
+                w, total, squares, x_ptr, norm_ptr, x_places, at - BLOCK_K, inputs, BLOCK_K, grain,
+                DOT, EVEN_K, NORM,
+            )  # fmt: skip
             w = following
         at = (begin + count - 1) * BLOCK_K
         total, squares = _add(
-            w,
-            total,
-            squares,
-            x_ptr,
-            norm_ptr,
-            x_places,
-            at,
-            inputs,
-            BLOCK_K,
-            grain,
-            DOT,
-            EVEN_K,
+            w, total, squares, x_ptr, norm_ptr, x_places, at, inputs, BLOCK_K, grain, DOT, EVEN_K,
             NORM,
-        )
+        )  # fmt: skip
     else:
         for step in tl.range(0, count, num_stages=STAGES):
             at = (begin + step) * BLOCK_K
@@ -353,20 +260,9 @@ def _sums(
                 w_ptr, w_desc, w_places, tile, at, inputs, BLOCK_N, BLOCK_K, H, GATED, TMA, EVEN_K
             )
             total, squares = _add(
-                w,
-                total,
-                squares,
-                x_ptr,
-                norm_ptr,
-                x_places,
-                at,
-                inputs,
-                BLOCK_K,
-                grain,
-                DOT,
-                EVEN_K,
-                NORM,
-            )
+                w, total, squares, x_ptr, norm_ptr, x_places, at, inputs, BLOCK_K, grain, DOT,
+                EVEN_K, NORM,
+            )  # fmt: skip
     sums = total if DOT else tl.sum(total, 1)[:, None]
     lengths = tl.sum(squares, 1) if NORM else tl.zeros((ROWS,), tl.float32)
     return sums, lengths
@@ -393,26 +289,10 @@ def _slot(program, tile, steps, share, PER_SM: tl.constexpr):
 
 @triton.jit
 def _finish(
-    sums,
-    lengths,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    tile,
-    rows,
-    width,
-    inputs,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    H: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
+    sums, lengths, bias_ptr, residual_ptr, y_ptr, tile, rows, width, inputs, residual_stride,
+    y_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, H: tl.constexpr, GATED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
     """From finished sums [BLOCK_N, ROWS] to outputs [ROWS, H], stored."""
     if NORM:
         sums *= tl.rsqrt(lengths / inputs + eps)[None]
@@ -433,72 +313,21 @@ def _finish(
 
 @triton.jit
 def _part(
-    x_ptr,
-    w_ptr,
-    w_desc,
-    norm_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    program,
-    tile,
-    begin,
-    count,
-    i,
-    m,
-    k,
-    x_places,
-    rows,
-    width,
-    inputs,
-    steps,
-    share,
-    w_stride,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    H: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    TMA: tl.constexpr,
-    PER_SM: tl.constexpr,
-    MERGE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    x_ptr, w_ptr, w_desc, norm_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr,
+    program, tile, begin, count, i, m, k, x_places, rows, width, inputs, steps, share, w_stride,
+    residual_stride, y_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, H: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    TMA: tl.constexpr, PER_SM: tl.constexpr, MERGE: tl.constexpr, EVEN_K: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     TRIGGER: tl.constexpr,
-):
+):  # fmt: skip
     """Steps `begin` to `begin + count` of one tile; its outputs, if no sums are missing after."""
     w_places = (_weight_rows(i, tile, width, H, GATED) * w_stride)[:, None] + k[None]
     sums, lengths = _sums(
-        x_ptr,
-        w_ptr + (tile * H).to(tl.int64) * w_stride,
-        w_desc,
-        norm_ptr,
-        x_places,
-        w_places,
-        tile,
-        begin,
-        count,
-        inputs,
-        ROWS,
-        BLOCK_N,
-        BLOCK_K,
-        H,
-        STAGES,
-        DOT,
-        TMA,
-        EVEN_K,
-        GATED,
+        x_ptr, w_ptr + (tile * H).to(tl.int64) * w_stride, w_desc, norm_ptr, x_places, w_places,
+        tile, begin, count, inputs, ROWS, BLOCK_N, BLOCK_K, H, STAGES, DOT, TMA, EVEN_K, GATED,
         NORM,
-    )
+    )  # fmt: skip
     if TRIGGER:
         gdc_launch_dependents()
     is_mine = True
@@ -522,67 +351,20 @@ def _part(
                 reset(arrivals_ptr, tile)
     if is_mine:
         _finish(
-            sums,
-            lengths,
-            bias_ptr,
-            residual_ptr,
-            y_ptr,
-            tile,
-            rows,
-            width,
-            inputs,
-            residual_stride,
-            y_stride,
-            eps,
-            ROWS,
-            BLOCK_N,
-            H,
-            GATED,
-            NORM,
-            BIAS,
-            RESIDUAL,
-        )
+            sums, lengths, bias_ptr, residual_ptr, y_ptr, tile, rows, width, inputs,
+            residual_stride, y_stride, eps, ROWS, BLOCK_N, H, GATED, NORM, BIAS, RESIDUAL,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "steps", "share"])
 def _small_linear(
-    x_ptr,
-    w_ptr,
-    w_desc,
-    norm_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    rows,
-    width,
-    inputs,
-    tiles,
-    steps,
-    share,
-    x_stride,
-    w_stride,
-    residual_stride,
-    y_stride,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-    TMA: tl.constexpr,
-    PER_SM: tl.constexpr,
-    MERGE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    LINES: tl.constexpr,
-):
+    x_ptr, w_ptr, w_desc, norm_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, rows,
+    width, inputs, tiles, steps, share, x_stride, w_stride, residual_stride, y_stride, eps,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, TMA: tl.constexpr, PER_SM: tl.constexpr, MERGE: tl.constexpr,
+    EVEN_K: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
     H: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     program = tl.program_id(0)
     if PER_SM:
@@ -618,92 +400,19 @@ def _small_linear(
             count = tl.minimum(end - at, steps - begin)
             at += count
             _part(
-                x_ptr,
-                w_ptr,
-                w_desc,
-                norm_ptr,
-                bias_ptr,
-                residual_ptr,
-                y_ptr,
-                partial_ptr,
-                arrivals_ptr,
-                program,
-                tile,
-                begin,
-                count,
-                i,
-                m,
-                k,
-                x_places,
-                rows,
-                width,
-                inputs,
-                steps,
-                share,
-                w_stride,
-                residual_stride,
-                y_stride,
-                eps,
-                ROWS,
-                BLOCK_N,
-                BLOCK_K,
-                H,
-                STAGES,
-                DOT,
-                TMA,
-                PER_SM,
-                MERGE,
-                EVEN_K,
-                GATED,
-                NORM,
-                BIAS,
-                RESIDUAL,
+                x_ptr, w_ptr, w_desc, norm_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
+                arrivals_ptr, program, tile, begin, count, i, m, k, x_places, rows, width, inputs,
+                steps, share, w_stride, residual_stride, y_stride, eps, ROWS, BLOCK_N, BLOCK_K, H,
+                STAGES, DOT, TMA, PER_SM, MERGE, EVEN_K, GATED, NORM, BIAS, RESIDUAL,
                 PDL and not EARLY,
-            )
+            )  # fmt: skip
     else:
         tile = at // steps
         begin = at - tile * steps
         count = end - at
         _part(
-            x_ptr,
-            w_ptr,
-            w_desc,
-            norm_ptr,
-            bias_ptr,
-            residual_ptr,
-            y_ptr,
-            partial_ptr,
-            arrivals_ptr,
-            program,
-            tile,
-            begin,
-            count,
-            i,
-            m,
-            k,
-            x_places,
-            rows,
-            width,
-            inputs,
-            steps,
-            share,
-            w_stride,
-            residual_stride,
-            y_stride,
-            eps,
-            ROWS,
-            BLOCK_N,
-            BLOCK_K,
-            H,
-            STAGES,
-            DOT,
-            TMA,
-            PER_SM,
-            MERGE,
-            EVEN_K,
-            GATED,
-            NORM,
-            BIAS,
-            RESIDUAL,
-            PDL and not EARLY,
-        )
+            x_ptr, w_ptr, w_desc, norm_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr,
+            arrivals_ptr, program, tile, begin, count, i, m, k, x_places, rows, width, inputs,
+            steps, share, w_stride, residual_stride, y_stride, eps, ROWS, BLOCK_N, BLOCK_K, H,
+            STAGES, DOT, TMA, PER_SM, MERGE, EVEN_K, GATED, NORM, BIAS, RESIDUAL, PDL and not EARLY,
+        )  # fmt: skip

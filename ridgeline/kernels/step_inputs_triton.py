@@ -28,43 +28,19 @@ def step_inputs_triton(
     check(sent_XB.shape[0] == 2 + tables_gNM.shape[0], "a line of new blocks for each KV group")
     check(sent_XB.is_contiguous() and tables_gNM.is_contiguous(), "step inputs are contiguous")
     _step_inputs[(triton.cdiv(num_rows, BLOCK),)](
-        sent_XB,
-        last_ids_N,
-        tables_gNM,
-        out.token_ids_B,
-        out.positions_B,
-        out.next_positions_B,
-        out.seq_lens_B,
-        out.slots_gB,
-        num_rows,
-        tables_gNM.stride(0),
-        tables_gNM.stride(1),
-        out.slots_gB.stride(0),
-        BLOCK_SIZE=block_size,
-        GROUPS=tables_gNM.shape[0],
-        BLOCK=BLOCK,
+        sent_XB, last_ids_N, tables_gNM, out.token_ids_B, out.positions_B, out.next_positions_B,
+        out.seq_lens_B, out.slots_gB, num_rows, tables_gNM.stride(0), tables_gNM.stride(1),
+        out.slots_gB.stride(0), BLOCK_SIZE=block_size, GROUPS=tables_gNM.shape[0], BLOCK=BLOCK,
         num_warps=2,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _step_inputs(
-    sent_ptr,
-    last_ids_ptr,
-    tables_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    next_positions_ptr,
-    seq_lens_ptr,
-    slots_ptr,
-    num_rows,
-    table_group,
-    table_row,
-    slots_group,
-    BLOCK_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sent_ptr, last_ids_ptr, tables_ptr, token_ids_ptr, positions_ptr, next_positions_ptr,
+    seq_lens_ptr, slots_ptr, num_rows, table_group, table_row, slots_group,
+    BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
     row = tl.load(sent_ptr + b, inside, 0)
@@ -97,30 +73,16 @@ def remember_triton(
     all_B = ids_B, is_sound_B, rows_B, token_ids_B
     check(all(x.is_contiguous() for x in all_B), "what is remembered is contiguous")
     _remember[(triton.cdiv(num_rows, BLOCK),)](
-        ids_B,
-        is_sound_B,
-        rows_B,
-        last_ids_N,
-        token_ids_B,
-        num_rows,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=2,
-        launch_pdl=pdl,
-    )
+        ids_B, is_sound_B, rows_B, last_ids_N, token_ids_B, num_rows, BLOCK=BLOCK, PDL=pdl,
+        num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _remember(
-    ids_ptr,
-    is_sound_ptr,
-    rows_ptr,
-    last_ids_ptr,
-    token_ids_ptr,
-    num_rows,
-    BLOCK: tl.constexpr,
+    ids_ptr, is_sound_ptr, rows_ptr, last_ids_ptr, token_ids_ptr, num_rows, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
     if PDL:

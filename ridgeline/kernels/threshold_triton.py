@@ -54,45 +54,19 @@ def find_thresholds(controls: Controls, space: SampleSpace, num_rows: int, *, pd
     listed = space.listed_RL.shape[1]
     for is_finer in (False, True):
         _bracket_rows[(num_rows, chunks)](
-            *scores,
-            space.pivots_J,
-            space.counts_RCJ,
-            space.masses_RCJ,
-            space.offsets_RC,
-            space.arrivals_R,
-            *sizes,
-            chunks,
-            listed,
-            BLOCK=space.chunk,
-            CHUNKS=triton.next_power_of_2(chunks),
-            LEVELS=LEVELS,
-            FINER=is_finer,
-            PDL=pdl,
-            num_warps=8,
-            launch_pdl=pdl,
-        )
+            *scores, space.pivots_J, space.counts_RCJ, space.masses_RCJ, space.offsets_RC,
+            space.arrivals_R, *sizes, chunks, listed, BLOCK=space.chunk,
+            CHUNKS=triton.next_power_of_2(chunks), LEVELS=LEVELS, FINER=is_finer, PDL=pdl,
+            num_warps=8, launch_pdl=pdl,
+        )  # fmt: skip
     _gather_rows[(num_rows, chunks)](
-        *scores,
-        space.offsets_RC,
-        space.listed_RL,
-        *sizes,
-        chunks,
-        listed,
-        BLOCK=space.chunk,
-        PDL=pdl,
-        num_warps=8,
-        launch_pdl=pdl,
-    )
+        *scores, space.offsets_RC, space.listed_RL, *sizes, chunks, listed, BLOCK=space.chunk,
+        PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
     _select_rows[(num_rows,)](
-        *scores,
-        space.listed_RL,
-        *sizes,
-        listed,
-        BLOCK=space.chunk,
-        PDL=pdl,
-        num_warps=8,
+        *scores, space.listed_RL, *sizes, listed, BLOCK=space.chunk, PDL=pdl, num_warps=8,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -119,29 +93,11 @@ def _finer(low, high, part):
 
 @triton.jit(do_not_specialize=["num_rows", "listed"])
 def _bracket_rows(
-    whole_ptr,
-    floats_ptr,
-    adjusted_ptr,
-    most_ptr,
-    state_ptr,
-    aims_ptr,
-    pivots_ptr,
-    counts_ptr,
-    masses_ptr,
-    offsets_ptr,
-    arrivals_ptr,
-    size,
-    whole_stride,
-    floats_stride,
-    num_rows,
-    chunks,
-    listed,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FINER: tl.constexpr,
+    whole_ptr, floats_ptr, adjusted_ptr, most_ptr, state_ptr, aims_ptr, pivots_ptr, counts_ptr,
+    masses_ptr, offsets_ptr, arrivals_ptr, size, whole_stride, floats_stride, num_rows, chunks,
+    listed, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, FINER: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:
@@ -217,23 +173,10 @@ def _bracket_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "listed"])
 def _gather_rows(
-    whole_ptr,
-    floats_ptr,
-    adjusted_ptr,
-    most_ptr,
-    state_ptr,
-    aims_ptr,
-    offsets_ptr,
-    listed_ptr,
-    size,
-    whole_stride,
-    floats_stride,
-    num_rows,
-    chunks,
-    listed,
-    BLOCK: tl.constexpr,
+    whole_ptr, floats_ptr, adjusted_ptr, most_ptr, state_ptr, aims_ptr, offsets_ptr, listed_ptr,
+    size, whole_stride, floats_stride, num_rows, chunks, listed, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:
@@ -255,21 +198,9 @@ def _gather_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "listed"])
 def _select_rows(
-    whole_ptr,
-    floats_ptr,
-    adjusted_ptr,
-    most_ptr,
-    state_ptr,
-    aims_ptr,
-    listed_ptr,
-    size,
-    whole_stride,
-    floats_stride,
-    num_rows,
-    listed,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    whole_ptr, floats_ptr, adjusted_ptr, most_ptr, state_ptr, aims_ptr, listed_ptr, size,
+    whole_stride, floats_stride, num_rows, listed, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -297,38 +228,18 @@ def _select_rows(
             mass += (top_k.to(tl.float64) - above) * _mass_of(found)
             share = top_p.to(tl.float64) * mass
             found = _search(
-                keys,
-                logits,
-                num,
-                size,
-                most,
-                temperature,
-                low,
-                found + 1,
-                base * 0.0,
-                share,
-                top_k < 0,
-                BLOCK,
-            )
+                keys, logits, num, size, most, temperature, low, found + 1, base * 0.0, share,
+                top_k < 0, BLOCK,
+            )  # fmt: skip
         limit = tl.load(state_ptr + LIMIT * num_rows + row)
         tl.store(state_ptr + LIMIT * num_rows + row, tl.minimum(limit, found))
 
 
 @triton.jit
 def _search(
-    keys_ptr,
-    logits_ptr,
-    num,
-    size,
-    most,
-    temperature,
-    low,
-    high,
-    base,
-    target,
-    by_number,
+    keys_ptr, logits_ptr, num, size, most, temperature, low, high, base, target, by_number,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """The largest number whose smaller keys weigh less than `target`; low does, high does not."""
     under, over = low, high
     while over - under > 1:
@@ -344,17 +255,8 @@ def _search(
 
 @triton.jit
 def _weigh(
-    keys_ptr,
-    logits_ptr,
-    num,
-    size,
-    most,
-    temperature,
-    low,
-    high,
-    by_number,
-    BLOCK: tl.constexpr,
-):
+    keys_ptr, logits_ptr, num, size, most, temperature, low, high, by_number, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The number, or the mass, of the keys from `low` to below `high`."""
     weight = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, tl.where(num < 0, size, num), BLOCK):

@@ -35,15 +35,9 @@ LEAST = tl.constexpr(2.0**-126)
 
 
 def verified_rows_triton(
-    logits_TV: torch.Tensor,
-    positions_T: torch.Tensor,
-    draws: Draws,
-    odds: DraftOdds,
-    *,
-    workspace: Workspace | None = None,
-    block: int = BLOCK,
-    pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_TV: torch.Tensor, positions_T: torch.Tensor, draws: Draws, odds: DraftOdds, *,
+    workspace: Workspace | None = None, block: int = BLOCK, pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_rows, num_draft_tokens, size = odds.logits_BkV.shape
     check(odds.logits_BkV.stride(2) == 1 or size == 1, "rows of logits are contiguous")
     check(odds.drafts_Bk.stride(1) == 1 or num_draft_tokens == 1, "a row's drafts are contiguous")
@@ -60,30 +54,12 @@ def verified_rows_triton(
     state_O5 = logits_TV.new_empty(places, STATE.value, dtype=torch.float32)
     for kernel in (_weigh, _draw_rest):
         kernel[(places, chunks)](
-            logits_TV,
-            odds.logits_BkV,
-            odds.drafts_Bk,
-            odds.is_verified_B,
-            positions_T,
-            draws.keys_R,
-            draws.temperatures_R,
-            ids_T,
-            partial_O4C,
-            state_O5,
-            room.arrivals_A,
-            num_draft_tokens,
-            size,
-            logits_TV.stride(0),
-            odds.logits_BkV.stride(0),
-            odds.logits_BkV.stride(1),
-            odds.drafts_Bk.stride(0),
-            chunks,
-            BLOCK=block,
-            CHUNKS=triton.next_power_of_2(chunks),
-            PDL=pdl,
-            num_warps=8,
-            launch_pdl=pdl,
-        )
+            logits_TV, odds.logits_BkV, odds.drafts_Bk, odds.is_verified_B, positions_T,
+            draws.keys_R, draws.temperatures_R, ids_T, partial_O4C, state_O5, room.arrivals_A,
+            num_draft_tokens, size, logits_TV.stride(0), odds.logits_BkV.stride(0),
+            odds.logits_BkV.stride(1), odds.drafts_Bk.stride(0), chunks, BLOCK=block,
+            CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=8, launch_pdl=pdl,
+        )  # fmt: skip
     return ids_T, is_sound_T
 
 
@@ -122,28 +98,11 @@ def _odds(logit, level, scale, temperature):
 
 @triton.jit
 def _weigh(
-    logits_ptr,
-    draft_logits_ptr,
-    drafts_ptr,
-    is_verified_ptr,
-    positions_ptr,
-    keys_ptr,
-    temperatures_ptr,
-    ids_ptr,
-    partial_ptr,
-    state_ptr,
-    arrivals_ptr,
-    num_draft_tokens,
-    size,
-    stride,
-    draft_row_stride,
-    draft_stride,
-    drafts_stride,
-    chunks,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, draft_logits_ptr, drafts_ptr, is_verified_ptr, positions_ptr, keys_ptr,
+    temperatures_ptr, ids_ptr, partial_ptr, state_ptr, arrivals_ptr, num_draft_tokens, size, stride,
+    draft_row_stride, draft_stride, drafts_stride, chunks, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:
@@ -191,28 +150,11 @@ def _weigh(
 
 @triton.jit
 def _draw_rest(
-    logits_ptr,
-    draft_logits_ptr,
-    drafts_ptr,
-    is_verified_ptr,
-    positions_ptr,
-    keys_ptr,
-    temperatures_ptr,
-    ids_ptr,
-    partial_ptr,
-    state_ptr,
-    arrivals_ptr,
-    num_draft_tokens,
-    size,
-    stride,
-    draft_row_stride,
-    draft_stride,
-    drafts_stride,
-    chunks,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, draft_logits_ptr, drafts_ptr, is_verified_ptr, positions_ptr, keys_ptr,
+    temperatures_ptr, ids_ptr, partial_ptr, state_ptr, arrivals_ptr, num_draft_tokens, size, stride,
+    draft_row_stride, draft_stride, drafts_stride, chunks, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if PDL:
