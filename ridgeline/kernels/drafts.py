@@ -13,15 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Generic, ParamSpec, cast
 
 import torch
 
 from ridgeline.errors import check
+from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.step_inputs import StepInputs
 
+P = ParamSpec("P")
 PADDING_LENGTH = 2  # of row 0, which is nobody's: what is made of it is never looked at
 
 NUM_COUNTS = 3  # columns of what `accept` tells before the tokens
+
+
+class ByDevice(Generic[P]):
+    """An operation in three forms: `reference` says what is done, `triton` and `native` name those
+    for GPUs and for CPUs with the library, imported when they are first needed. Its first argument
+    is a tensor on the device that decides."""
+
+    def __init__(self, reference: Callable[P, None], triton: str, native: str) -> None:
+        self._names = {"cuda": triton, "cpu": native}
+        self._reference = reference
+        self._opened: dict[str, Callable[P, None]] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        device = cast(torch.Tensor, args[0]).device.type
+        if device not in self._names or (device == "cpu" and library() is None):
+            return self._reference(*args, **kwargs)
+        if device not in self._opened:
+            module, _, name = self._names[device].partition(":")
+            self._opened[device] = getattr(import_module(module), name)
+        return self._opened[device](*args, **kwargs)
 
 
 def first_inputs(inputs: StepInputs, num_rows: int, num_new: int) -> StepInputs:
@@ -36,32 +60,26 @@ def first_inputs(inputs: StepInputs, num_rows: int, num_new: int) -> StepInputs:
     )
 
 
-def enter_blocks(rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch.Tensor) -> None:
-    """The rows' new blocks are entered into `tables_gNM` (int32). `fresh_XB` (int64) has 2 * g
-    lines: for each group the new block, -1 where there is none, then its index in the row's table.
-    """
-    if tables_gNM.is_cuda:
-        from ridgeline.kernels.drafts_triton import enter_blocks_triton
-
-        enter_blocks_triton(rows_B, fresh_XB, tables_gNM)
-    elif runs_native(tables_gNM):
-        from ridgeline.kernels.cpu.drafts import enter_blocks as native_enter_blocks
-
-        native_enter_blocks(rows_B, fresh_XB, tables_gNM)
-    else:
-        enter_blocks_reference(rows_B, fresh_XB, tables_gNM)
-
-
 def enter_blocks_reference(
     rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch.Tensor
 ) -> None:
+    """The rows' new blocks are entered into `tables_gNM` (int32). `fresh_XB` (int64) has 2 * g
+    lines: for each group the new block, -1 where there is none, then its index in the row's table.
+    """
     fresh_g2B = fresh_XB.view(len(tables_gNM), 2, -1)
     for table_NM, (blocks_B, places_B) in zip(tables_gNM, fresh_g2B, strict=True):
         is_new_B = blocks_B >= 0
         table_NM[rows_B[is_new_B], places_B[is_new_B]] = blocks_B[is_new_B].int()
 
 
-def draft_inputs(
+enter_blocks = ByDevice(
+    enter_blocks_reference,
+    "ridgeline.kernels.drafts_triton:enter_blocks_triton",
+    "ridgeline.kernels.cpu.drafts:enter_blocks",
+)
+
+
+def draft_inputs_reference(
     rows_B: torch.Tensor,
     limits_B: torch.Tensor,
     history: History,
@@ -82,42 +100,6 @@ def draft_inputs(
     `max_positions` - 1, the last that there is a rotation for; next positions and lengths do not.
     `fresh_XB` is entered as by `enter_blocks`, and used.
     """
-    run: Callable[..., None] = draft_inputs_reference
-    if rows_B.is_cuda:
-        from ridgeline.kernels.drafts_triton import draft_inputs_triton
-
-        run = draft_inputs_triton
-    elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.drafts import draft_inputs as native_draft_inputs
-
-        run = native_draft_inputs
-    run(
-        rows_B,
-        limits_B,
-        history,
-        tables_gNM,
-        out,
-        block_size,
-        num_new=num_new,
-        first=first,
-        max_positions=max_positions,
-        fresh_XB=fresh_XB,
-    )
-
-
-def draft_inputs_reference(
-    rows_B: torch.Tensor,
-    limits_B: torch.Tensor,
-    history: History,
-    tables_gNM: torch.Tensor,
-    out: StepInputs,
-    block_size: int,
-    *,
-    num_new: int,
-    first: int,
-    max_positions: int,
-    fresh_XB: torch.Tensor | None = None,
-) -> None:
     if fresh_XB is not None:
         enter_blocks_reference(rows_B, fresh_XB, tables_gNM)
     rows_B1 = rows_B[:, None]
@@ -135,6 +117,13 @@ def draft_inputs_reference(
     for table_NM, slots_T in zip(tables_gNM, out.slots_gB, strict=True):
         blocks_BQ = table_NM[rows_B1, places_BQ.clamp(max=width - 1)].long().where(has_block_BQ, 0)
         slots_T.copy_((blocks_BQ * block_size + positions_BQ % block_size).flatten())
+
+
+draft_inputs = ByDevice(
+    draft_inputs_reference,
+    "ridgeline.kernels.drafts_triton:draft_inputs_triton",
+    "ridgeline.kernels.cpu.drafts:draft_inputs",
+)
 
 
 def accept(
@@ -158,16 +147,7 @@ def accept(
     num, columns = len(rows_B), out_BY.shape[1]
     check(len(ids_T) % max(num, 1) == 0, "as many tokens of each row", rows=num, ids=len(ids_T))
     check(columns * num >= len(ids_T) + NUM_COUNTS * num, "room for all tokens", columns=columns)
-    if rows_B.is_cuda:
-        from ridgeline.kernels.drafts_triton import accept_triton
-
-        accept_triton(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
-    elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.drafts import accept as native_accept
-
-        native_accept(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
-    else:
-        accept_reference(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
+    _accept(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
 
 
 def accept_reference(
@@ -203,54 +183,40 @@ def accept_reference(
     history.found_N.index_fill_(0, rows_B, 0)
 
 
-def put_drafts(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
-    """Draft number `index` (from 0) of each row is this id (int64), and the last that is found."""
-    if rows_B.is_cuda:
-        from ridgeline.kernels.drafts_triton import put_drafts_triton
-
-        put_drafts_triton(ids_B, rows_B, history, index)
-    elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.drafts import put_drafts as native_put_drafts
-
-        native_put_drafts(ids_B, rows_B, history, index)
-    else:
-        put_drafts_reference(ids_B, rows_B, history, index)
+_accept = ByDevice(
+    accept_reference,
+    "ridgeline.kernels.drafts_triton:accept_triton",
+    "ridgeline.kernels.cpu.drafts:accept",
+)
 
 
 def put_drafts_reference(
     ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int
 ) -> None:
+    """Draft number `index` (from 0) of each row is this id (int64), and the last that is found."""
     places_B = history.lens_N[rows_B] + index
     given_B = (rows_B != 0) & (places_B < history.tokens_NL.shape[1])
     history.tokens_NL[rows_B[given_B], places_B[given_B]] = ids_B[given_B].int()
     history.found_N[rows_B[given_B]] = index + 1
 
 
-def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
-    """`out_B` (int64, any stride) is how many drafts lie behind each row's tokens now."""
-    if rows_B.is_cuda:
-        from ridgeline.kernels.drafts_triton import tell_found_triton
-
-        tell_found_triton(rows_B, history, out_B)
-    elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.drafts import tell_found as native_tell_found
-
-        native_tell_found(rows_B, history, out_B)
-    else:
-        tell_found_reference(rows_B, history, out_B)
+put_drafts = ByDevice(
+    put_drafts_reference,
+    "ridgeline.kernels.drafts_triton:put_drafts_triton",
+    "ridgeline.kernels.cpu.drafts:put_drafts",
+)
 
 
 def tell_found_reference(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
+    """`out_B` (int64, any stride) is how many drafts lie behind each row's tokens now."""
     out_B.copy_(history.found_N[rows_B])
 
 
-def runs_native(x: torch.Tensor) -> bool:
-    """It lies on a CPU for which there is the native library."""
-    if x.device.type != "cpu":
-        return False
-    from ridgeline.kernels.cpu.native import library
-
-    return library() is not None
+tell_found = ByDevice(
+    tell_found_reference,
+    "ridgeline.kernels.drafts_triton:tell_found_triton",
+    "ridgeline.kernels.cpu.drafts:tell_found",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.drafts import History, runs_native
+from ridgeline.kernels.cpu.native import library
+from ridgeline.kernels.drafts import History
 
 MOST_SPLITS = 64  # of a row that is looked through by a GPU, at most
 
@@ -63,7 +64,7 @@ def lookup(rows_B: torch.Tensor, history: History, rule: LookupRule, room: Looku
         # Prompts that end in one step may be more rows than a captured step has.
         for some_B in torch.split(rows_B, len(room.arrivals_B)):
             lookup_triton(some_B, history, rule, room)
-    elif runs_native(rows_B):
+    elif rows_B.device.type == "cpu" and library() is not None:
         from ridgeline.kernels.cpu.drafts import lookup as native_lookup
 
         native_lookup(rows_B, history, rule)
