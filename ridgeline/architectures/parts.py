@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 from ridgeline.architectures.spec import (
@@ -60,6 +60,7 @@ IGNORED_SUFFIXES = (
 ROUTER = "router"
 HEAD = "{head}"  # in the names of tensors of which a layer has one for each head
 LATENT_UP = "kv_up"  # its rows are multiplied head by head, from both sides
+KINDS = {"q": "query", "k": "kv", "v": "kv"}  # of heads
 # Products whose results attention reads.
 BEFORE_ATTENTION = ("latent_down", "q_up", LATENT_UP, "qkv")
 
@@ -114,8 +115,8 @@ class Part:
     matrix, or a list of numbers.
 
     Matrices of the same `product` multiply the same input, one below the other. Of several devices
-    each holds a share of the rows or columns (`split`), or all of it ("") ; at most `units` shares
-    can be made, beyond which several devices hold the same.
+    each holds a share of the rows or columns (`split`), or all of it (""), as `shares` says: some
+    of its `units`, which are "query" or "kv" `heads`, or numbers between gate and down.
     """
 
     role: str
@@ -123,6 +124,7 @@ class Part:
     product: str = ""
     split: str = ""
     units: int = 1
+    heads: str = ""
     copies: int = 1
     is_experts: bool = False
     is_float32: bool = False  # whatever the serving dtype
@@ -146,13 +148,6 @@ class Part:
     def num_numbers(self) -> int:
         """Of all copies."""
         return self.num_weights * self.copies
-
-    def share(self, ranks: int) -> tuple[int, ...]:
-        """The shape of what each of `ranks` devices holds of it."""
-        parts = min(ranks, self.units)
-        if self.split == "rows":
-            return self.shape[0] // parts, *self.shape[1:]
-        return (self.shape[0], self.shape[1] // parts) if self.split else self.shape
 
 
 def branches(layer: LayerSpec) -> tuple[Branch, Branch]:
@@ -213,24 +208,28 @@ def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
     heads = {"q": spec.num_heads}
     if spec.cache_layer is None:
         heads |= dict.fromkeys("kv", spec.num_kv_heads)
+    kinds = {
+        role: partial(Part, split="rows", units=num, heads=KINDS[role])
+        for role, num in heads.items()
+    }
     for role, num in heads.items():
         if not spec.qk_norm or role == "v":
             continue
-        if spec.qk_norm_kind == "rms":
-            together = num if spec.norms_all_heads else 1
-            yield Part(f"{role}_norm", (together * spec.head_dim,))
+        if spec.qk_norm_kind != "rms":
+            yield kinds[role](f"{role}_norm", (num, spec.head_dim))
+        elif spec.norms_all_heads:
+            yield kinds[role](f"{role}_norm", (num * spec.head_dim,))
         else:
-            yield Part(f"{role}_norm", (num, spec.head_dim), split="rows", units=num)
+            yield Part(f"{role}_norm", (spec.head_dim,))
     for role, num in heads.items():
         rows = num * spec.head_dim
-        yield Part(role, (rows, width), "qkv", "rows", num)
+        yield kinds[role](role, (rows, width), "qkv")
         if spec.qkv_bias:
-            yield Part(f"{role}_bias", (rows,), split="rows", units=num)
+            yield kinds[role](f"{role}_bias", (rows,))
     if spec.sinks:
-        num_heads = spec.num_heads
-        yield Part("sinks", (num_heads,), split="rows", units=num_heads, is_float32=True)
+        yield kinds["q"]("sinks", (spec.num_heads,), is_float32=True)
     queries = spec.num_heads * spec.head_dim
-    yield Part("o", (width, queries), "attention_out", "columns", spec.num_heads)
+    yield kinds["q"]("o", (width, queries), "attention_out", split="columns")
     if spec.out_bias:
         yield Part("o_bias", (width,))
 
@@ -238,17 +237,18 @@ def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
 def _latent(heads: int, latent: LatentSpec, width: int) -> Iterator[Part]:
     """What no head owns (q_a, kv_a) is held by every device."""
     queries, rank = heads * latent.qk_head_dim, latent.q_lora_rank
+    own = partial(Part, split="rows", units=heads, heads="query")
     if rank is None:
-        yield Part("q", (queries, width), "latent_down", "rows", heads)
+        yield own("q", (queries, width), "latent_down")
     else:
         yield Part("q_a", (rank, width), "latent_down")
         yield Part("q_a_norm", (rank,))
-        yield Part("q_b", (queries, rank), "q_up", "rows", heads)
+        yield own("q_b", (queries, rank), "q_up")
     yield Part("kv_a", (latent.cached_width, width), "latent_down")
     yield Part("kv_a_norm", (latent.kv_lora_rank,))
     both = latent.qk_nope_head_dim + latent.v_head_dim
-    yield Part("kv_b", (heads * both, latent.kv_lora_rank), LATENT_UP, "rows", heads)
-    yield Part("o", (width, heads * latent.v_head_dim), "attention_out", "columns", heads)
+    yield own("kv_b", (heads * both, latent.kv_lora_rank), LATENT_UP)
+    yield own("o", (width, heads * latent.v_head_dim), "attention_out", split="columns")
 
 
 def _dense(spec: DenseSpec, width: int) -> Iterator[Part]:

@@ -179,6 +179,7 @@ def fixed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
             context=limits.max_model_len,
             dtype_bytes=setup.precision.dtype_bytes,
             ranks=setup.layout.tp,
+            ep=setup.layout.ep,
             kind=device_kind(setup.device.kind),
         ),
         *_library_items(setup),

@@ -7,6 +7,7 @@ from math import prod
 
 from ridgeline.architectures.counts import layer_scale_bytes, vocabulary_bytes
 from ridgeline.architectures.parts import Part, parts
+from ridgeline.architectures.shares import fullest_share, held_copies
 from ridgeline.architectures.spec import LayerSpec, ModelSpec
 from ridgeline.cost.setup import Layout, Precision
 from ridgeline.formats import CHECKPOINT
@@ -56,9 +57,9 @@ def _stage_items(
     for layer, count in counts.items():
         held["norms"] += count * layer.unlisted * 8 * size
         for part in parts(layer, spec.hidden_size):
-            held[_item(part)] += count * _held_bits(layer, part, tp, precision)
+            held[_item(part)] += count * _held_bits(layer, part, layout, precision)
     scales = sum(
-        count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp)
+        count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp, layout.ep)
         for layer, count in counts.items()
     )
     has_embedding = is_first or (is_last and spec.tie_embeddings)
@@ -90,12 +91,14 @@ def _item(part: Part) -> str:
     return "attention" if is_attention else "feed-forward"
 
 
-def _held_bits(layer: LayerSpec, part: Part, tp: int, precision: Precision) -> int:
-    """On one rank, scales apart. Experts may be split among ranks whole or each by its rows."""
+def _held_bits(layer: LayerSpec, part: Part, layout: Layout, precision: Precision) -> int:
+    """On the fullest rank, scales apart. Experts may be divided among ranks whole or each by its
+    rows."""
     bits = 32 if part.is_float32 else None
     if part.is_packed:
         bits, scheme = precision.weight_line.bits, layer.scheme_of(part.role)
         if precision.weights == CHECKPOINT:
             bits = None if scheme is None else scheme.kept_bits
-    numbers = part.num_numbers // tp if part.is_experts else prod(part.share(tp))
+    ranks, copies = held_copies(part, layout.tp, layout.ep)
+    numbers = copies * prod(fullest_share(part, layer, precision.weights, ranks))
     return numbers * (8 * precision.dtype_bytes if bits is None else bits)

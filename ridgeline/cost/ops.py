@@ -1,8 +1,8 @@
 """Which operators does a step run on each device, with how many operations, bytes and messages?
 
 Letters: M tokens of the step, R rows that need logits, E hidden, H query heads, K KV heads, D head
-size, F feed-forward, V vocabulary, X experts. Everything is of one device ("rank"); the layers of
-all pipeline stages are listed, because a token passes them all.
+size, F feed-forward, V vocabulary, X experts. Everything is of one device, the fullest ("rank");
+the layers of all pipeline stages are listed, because a token passes them all.
 
 Formulas: a matrix product of [M, k] and [k, n] takes 2 M n k operations and moves its weights, its
 input and its output once; decode attention reads every visible key and value once; causal prefill
@@ -31,6 +31,7 @@ from ridgeline.architectures.parts import (
     branches,
     products,
 )
+from ridgeline.architectures.shares import fullest, fullest_queries, fullest_share
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -180,15 +181,7 @@ def layer_ops(
     out, *inner, norms = build.behind_attention(layer, 1)
     messages = [replace(op, count=1) for op in build.messages([layer], is_first=False)]
     sums = [op for op in messages if op.kind == "all_reduce"]
-    sent = {op.name: op for op in messages if op.kind == "all_to_all"}
-    ops += [out, *sums, norms]
-    for op in inner:
-        if op.name == "experts_gate_up" and sent:
-            ops.append(sent["dispatch"])
-        ops.append(op)
-        if op.name == "experts_sum" and sent:
-            ops.append(sent["combine"])
-    return (*ops, *sums)
+    return (*ops, out, *sums, norms, *inner, *sums)
 
 
 def _merged(ops: Iterable[Op]) -> tuple[Op, ...]:
@@ -317,7 +310,8 @@ class _Builder:
 
     def _share(self, layer: LayerSpec, name: str, ranks: int) -> tuple[int, int]:
         """Rows and columns of a product on one of `ranks`."""
-        shares = [part.share(ranks) for part in self._matrices(layer)[name]]
+        matrices, weights = self._matrices(layer)[name], self.precision.weights
+        shares = [fullest_share(part, layer, weights, ranks) for part in matrices]
         return sum(rows for rows, _ in shares), shares[0][1]
 
     # -- layers
@@ -345,7 +339,7 @@ class _Builder:
         for name in BEFORE_ATTENTION:
             if name in self._matrices(layer):
                 yield self.product(layer, name, count)
-        heads = attention.num_heads // tp
+        heads = query_heads(attention, tp)
         if attention.latent is not None:
             down = attention.latent.cached_width + (attention.latent.q_lora_rank or 0)
             yield self.elementwise("latent_norm", count, down, down)
@@ -406,12 +400,14 @@ class _Builder:
         yield self.product(layer, f"{prefix}down", count)
 
     def _experts(self, layer: LayerSpec, inner: ExpertsSpec, count: int) -> Iterator[Op]:
-        """Tokens of this rank's experts, on average: a grouped product of M * active / ep rows."""
+        """Tokens of the fullest rank's experts, on average: a grouped product of M * active rows,
+        if it has all experts."""
         ep, width = self.layout.ep, self.spec.hidden_size
         both, _ = self._share(layer, "experts_gate_up", self.layout.tp // ep)
-        active = inner.num_active / ep
+        held = fullest(inner.num_experts, ep) / inner.num_experts
+        active = inner.num_active * held
         rows = self.num_tokens * inner.num_active if ep == 1 else self.num_tokens * active
-        hit = experts_hit(inner.num_experts, inner.num_active, self.num_tokens) / ep
+        hit = experts_hit(inner.num_experts, inner.num_active, self.num_tokens) * held
         yield self.matmul("experts_gate_up", count, both, width, m=rows, copies=hit)
         yield self.elementwise("experts_activation", count, both * active, both // 2 * active)
         yield self.matmul("experts_down", count, width, both // 2, m=rows, copies=hit)
@@ -426,35 +422,18 @@ class _Builder:
         if tp > 1:  # after the embedding, every attention and every feed-forward
             count = 2 * len(layers) + is_first
             yield self._message("all_reduce", count, 2 * (tp - 1) / tp * size, tp)
-        for inner, count in self._expert_layers(layers).items():
-            yield from self._exchange(inner, count, size)
         if pp > 1 and is_first:
             yield self._message("point_to_point", pp - 1, size, 2)
-
-    def _expert_layers(self, layers: Sequence[LayerSpec]) -> dict[ExpertsSpec, int]:
-        found: dict[ExpertsSpec, int] = {}
-        for layer in layers:
-            if isinstance(layer.feed_forward, ExpertsSpec) and self.layout.ep > 1:
-                found[layer.feed_forward] = found.get(layer.feed_forward, 0) + 1
-        return found
-
-    def _exchange(self, inner: ExpertsSpec, count: int, size: float) -> Iterator[Op]:
-        """Each rank sends its share of the tokens to their experts, and gets the answers back."""
-        ep, precision = self.layout.ep, self.precision
-        sent = (ep - 1) / ep * size / ep * inner.num_active
-        is_rounded = precision.weight_line.compute is not None
-        yield self._message(
-            "all_to_all",
-            count,
-            sent / precision.dtype_bytes if is_rounded else sent,
-            ep,
-            "dispatch",
-        )
-        yield self._message("all_to_all", count, sent, ep, "combine")
 
     def _message(self, kind: str, count: int, sent: float, ranks: int, name: str = "") -> Op:
         dtype = self.precision.short_dtype
         return Op(name or kind, kind, count, 0, 0, 0, sent, dtype, self.num_tokens, ranks=ranks)
+
+
+def query_heads(attention: AttentionSpec, ranks: int) -> int:
+    """Of the fullest rank."""
+    kv_heads = attention.num_heads if attention.latent is not None else attention.num_kv_heads
+    return fullest_queries(attention.num_heads, kv_heads, ranks)
 
 
 def experts_hit(num_experts: int, num_active: int, num_tokens: int) -> float:
@@ -493,7 +472,7 @@ def decode_op(
         "decode_attention",
         "decode_attention",
         count,
-        flops_per_key(kind) // layout.tp * keys,
+        flops_per_key(kind) * query_heads(kind, layout.tp) // kind.num_heads * keys,
         cached + read,
         written,
         dtype=precision.short_dtype,
@@ -541,7 +520,7 @@ def prefill_op(
         "prefill_attention",
         "prefill_attention",
         count,
-        sums.prefill_flops // layout.tp,
+        sums.prefill_flops * query_heads(kind, layout.tp) // kind.num_heads,
         cached + read,
         written,
         dtype=precision.short_dtype,
@@ -559,7 +538,7 @@ def _query_and_output_bytes(
     latent = kind.latent
     read = kind.head_dim if latent is None else latent.cached_width
     written = kind.head_dim if latent is None else latent.kv_lora_rank
-    size = num_tokens * (kind.num_heads // layout.tp) * precision.dtype_bytes
+    size = num_tokens * query_heads(kind, layout.tp) * precision.dtype_bytes
     return size * read, size * written
 
 

@@ -32,6 +32,7 @@ from ridgeline.cost.ops import (
     decode_op,
     output_ops,
     prefill_op,
+    query_heads,
     token_ops,
 )
 from ridgeline.cost.roofline import (
@@ -292,7 +293,7 @@ class _Attention:
         self._own_bytes = count * layer_kv_bytes(kind, precision.dtype_bytes, precision.kv)
         c = self._constants = setup.constants.attention_for(precision.short_dtype)
         self._prefill = _PrefillLine(
-            1.0 / layout.tp / (c.prefill_e_c * self._peak),
+            query_heads(kind, layout.tp) / kind.num_heads / (c.prefill_e_c * self._peak),
             chunk_key.bytes / (c.prefill_e_m * device.bandwidth),
             token.bytes / (c.prefill_e_m * device.bandwidth),
             c.prefill_t0_s,

@@ -52,7 +52,7 @@ class Layout:
         return ", ".join(part for part in parts if not part.endswith(" 1")) or "1 device"
 
     def check(self, spec: ModelSpec) -> None:
-        """ConfigError if this model cannot be spread like this; it names what does not divide."""
+        """ConfigError if this model has fewer of something than there are ranks to divide it."""
         if self.pp > spec.num_layers:
             raise ConfigError(f"pp is {self.pp}; the model has only {spec.num_layers} layers")
         has_experts = any(not isinstance(one.feed_forward, DenseSpec) for one in spec.layers)
@@ -62,24 +62,19 @@ class Layout:
             self._check_layer(layer)
 
     def _check_layer(self, layer: LayerSpec) -> None:
-        attention, inner = layer.attention, layer.feed_forward
-        self._divides("tp", attention.num_heads, "attention heads")
-        kv_heads = attention.num_kv_heads
-        if self.tp % kv_heads:  # else every KV head is held by the same number of ranks
-            self._divides("tp", kv_heads, "KV heads")
+        inner = layer.feed_forward
+        self._divides("tp", self.tp, layer.attention.num_heads, "attention heads")
         if isinstance(inner, DenseSpec):
-            self._divides("tp", inner.intermediate_size, "rows of the feed-forward")
+            self._divides("tp", self.tp, inner.intermediate_size, "rows of the feed-forward")
             return
-        self._divides("ep", inner.num_experts, "experts")
-        inside = Layout(tp=self.tp // self.ep)
-        inside._divides("tp", inner.intermediate_size, "rows of an expert")
-        self._divides("tp", inner.shared_size, "rows of the shared experts")
+        self._divides("ep", self.ep, inner.num_experts, "experts")
+        self._divides("tp", self.tp // self.ep, inner.intermediate_size, "rows of an expert")
 
-    def _divides(self, name: str, total: int, what: str) -> None:
-        size = getattr(self, name)
-        if total % size:
+    def _divides(self, name: str, size: int, total: int, what: str) -> None:
+        if total < size:
             raise ConfigError(
-                f"{name} is {size}; {total} {what} cannot be split so, use a divisor of {total}"
+                f"{name} is {getattr(self, name)}; {total} {what} cannot be divided among {size}"
+                f" ranks, use at most {total}"
             )
 
 

@@ -18,7 +18,15 @@ from functools import cached_property
 from ridgeline.architectures.counts import layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.parts import branches
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.shares import KERNEL_STEP, fitting, fullest, fullest_queries
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+)
 from ridgeline.cost.memory_items import MemoryItem
 from ridgeline.request import MAX_LOGPROBS
 
@@ -54,11 +62,13 @@ def working_items(
     context: int,
     dtype_bytes: int,
     ranks: int = 1,
+    ep: int = 1,
     kind: str = "gpu",
 ) -> tuple[MemoryItem, ...]:
     """What steps of at most `num_tokens` tokens for at most `num_rows` requests of at most
-    `context` tokens need, on each of `ranks` devices. `kind` is "cpu" or "gpu"."""
-    space = _Space(spec, num_tokens, num_rows, context, dtype_bytes, ranks, kind)
+    `context` tokens need, on the fullest of `ranks` devices, `ep` groups of which divide the
+    experts. `kind` is "cpu" or "gpu"."""
+    space = _Space(spec, num_tokens, num_rows, context, dtype_bytes, ranks, ep, kind)
     forward, after = space.forward, space.after
     items = (
         MemoryItem("activations", forward, f"a step of {space.tokens} tokens, at its widest"),
@@ -84,6 +94,7 @@ class _Space:
     context: int
     size: int  # bytes of a number of the serving dtype
     ranks: int
+    ep: int
     kind: str
 
     @property
@@ -194,7 +205,7 @@ class _Space:
             return 0
         inner, attention = layer.feed_forward, layer.attention
         queries = attention.num_heads * attention.head_dim
-        product = max(queries, inner.intermediate_size) // self.ranks
+        product = max(-(-queries // self.ranks), self._inner(inner))
         return tokens * (3 * self.spec.hidden_size + product) * self.size
 
     def _beside(self, layer: LayerSpec, tokens: int) -> int:
@@ -205,7 +216,8 @@ class _Space:
         attention = layer.attention
         if attention.latent is not None:
             return self._latent_attention(attention, attention.latent, tokens)
-        queries = attention.num_heads * attention.head_dim // self.ranks
+        own = fullest_queries(attention.num_heads, attention.num_kv_heads, self.ranks)
+        queries = own * attention.head_dim
         keys = -(-attention.num_kv_heads // self.ranks) * attention.head_dim
         held = self.spec.hidden_size + queries + 2 * keys
         if self.is_paged:
@@ -231,7 +243,7 @@ class _Space:
 
     def _latent_attention(self, attention: AttentionSpec, latent: LatentSpec, tokens: int) -> int:
         """Queries, what is cached, and of one request keys and values of some heads."""
-        heads, width = attention.num_heads // self.ranks, latent.qk_head_dim
+        heads, width = -(-attention.num_heads // self.ranks), latent.qk_head_dim
         down = latent.cached_width + (latent.q_lora_rank or 0)
         held = self.spec.hidden_size + 2 * down + heads * (width + latent.v_head_dim)
         rotated = heads * latent.qk_rope_head_dim * (self.size + 2 * FLOAT)
@@ -257,15 +269,21 @@ class _Space:
         """Gate and up, and the activation of the gate. All tokens may want the same expert; on a
         GPU each has its states in and behind all of its experts at once."""
         inner, hidden = layer.feed_forward, self.spec.hidden_size
-        product = 3 * inner.intermediate_size // self.ranks * self.size
+        product = 3 * self._inner(inner) * self.size
         if isinstance(inner, DenseSpec):
             return tokens * (2 * hidden * self.size + product)
         weighted = hidden * (FLOAT + self.size)
         routed = inner.num_active * 3 * INDEX + inner.num_experts * FLOAT
         if self.kind == "gpu":
-            pairs = inner.num_active * (inner.intermediate_size // self.ranks + hidden)
+            pairs = inner.num_active * (self._inner(inner) + hidden)
             return tokens * ((3 * hidden + pairs) * self.size + routed)
         return tokens * (3 * hidden * self.size + routed + max(product, weighted))
+
+    def _inner(self, inner: DenseSpec | ExpertsSpec) -> int:
+        """Numbers between gate and down on the fullest rank; an expert may be whole on it."""
+        ranks = self.ranks if isinstance(inner, DenseSpec) else self.ranks // self.ep
+        size = inner.intermediate_size
+        return fullest(size, ranks, fitting(size, ranks, KERNEL_STEP))
 
     # -------------------------------------------------------------------- after it
 

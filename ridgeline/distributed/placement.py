@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ridgeline.architectures.shares import Shard as Shard
+from ridgeline.architectures.shares import fitting, kv_shard, query_shard, shard
 from ridgeline.errors import ConfigError, check
 
 
@@ -40,41 +42,74 @@ class Collective(ABC):
         """Nothing is said any more; what another rank still waits for fails."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """`length` of a dimension's entries from `start` on."""
+class Partial(Collective):
+    """Leaves every sum as it is on each rank: who asked for it sums later."""
 
-    start: int
-    length: int
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        check(False, "partial sums are not gathered")
+        return [x]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """`ep` groups of the ranks divide the experts of a layer; those within a group divide each."""
+
     rank: int = 0
     size: int = 1
     collective: Collective | None = None
+    ep: int = 1
 
     def __post_init__(self) -> None:
         check(0 <= self.rank < self.size, "rank lies inside size", rank=self.rank, size=self.size)
         check(self.size == 1 or self.collective is not None, "more than one rank can talk")
+        check(self.size % self.ep == 0, "groups for experts are alike", ep=self.ep, size=self.size)
 
-    def shard(self, total: int, what: str) -> Shard:
-        """This rank's equal share of `total`; ConfigError names `what` if it does not divide."""
-        if total % self.size:
+    def shard(self, total: int, what: str, unit: int = 1) -> Shard:
+        """This rank's share of `total`, whole units of it if there are enough. ConfigError names
+        `what` if there are more ranks than that."""
+        if total < self.size:
             raise ConfigError(
-                f"{what} ({total}) cannot be split over {self.size} ranks; use a divisor of it"
+                f"{what} ({total}) cannot be divided among {self.size} ranks; use at most {total}"
             )
-        return Shard(self.rank * (total // self.size), total // self.size)
+        return shard(total, self.rank, self.size, fitting(total, self.size, unit))
 
     def shard_heads(self, num_kv_heads: int) -> Shard:
         """This rank's KV heads: a share, or one head held by several ranks."""
-        if self.size <= num_kv_heads:
-            return self.shard(num_kv_heads, "num_key_value_heads")
-        if self.size % num_kv_heads:
+        return kv_shard(num_kv_heads, self.rank, self.size)
+
+    def shard_queries(self, num_heads: int, num_kv_heads: int, unit: int = 1) -> Shard:
+        """The query heads that ask them, a multiple of `unit` if there are enough."""
+        if num_heads < self.size:
             raise ConfigError(
-                f"{self.size} ranks cannot share {num_kv_heads} KV heads evenly; use a multiple"
+                f"num_attention_heads ({num_heads}) cannot be divided among {self.size} ranks; use"
+                f" at most {num_heads}"
             )
-        return Shard(self.rank // (self.size // num_kv_heads), 1)
+        return query_shard(num_heads, num_kv_heads, self.rank, self.size, unit)
+
+    def is_first_of(self, num_kv_heads: int) -> bool:
+        """Of the ranks that hold the same KV heads."""
+        before = kv_shard(num_kv_heads, max(0, self.rank - 1), self.size)
+        return self.rank == 0 or before != self.shard_heads(num_kv_heads)
+
+    @property
+    def partial(self) -> Placement:
+        """The same ranks, whose sums stay partial."""
+        return replace(self, collective=None if self.size == 1 else Partial())
+
+    @property
+    def of_experts(self) -> Placement:
+        """Among the ranks that divide each expert; sums stay partial."""
+        size = self.size // self.ep
+        return Placement(self.rank % size, size, None if size == 1 else Partial())
+
+    def shard_experts(self, num_experts: int) -> Shard:
+        """Those of this rank's group."""
+        if num_experts < self.ep:
+            raise ConfigError(f"ep is {self.ep}; {num_experts} experts are for at most as many")
+        return shard(num_experts, self.rank * self.ep // self.size, self.ep)
 
     def shard_rows(self, total: int) -> Shard:
         """A share of ceil(total / size) rows, shorter or empty at the end."""

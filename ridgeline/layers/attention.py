@@ -17,7 +17,7 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.errors import ConfigError, InternalError
+from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.elementwise import rotate_and_write, runs_native
 from ridgeline.kernels.paged_decode_cuda import Prologue
 from ridgeline.kernels.qk_norm_rope_write import (
@@ -28,7 +28,7 @@ from ridgeline.kernels.qk_norm_rope_write import (
     rotate_,
 )
 from ridgeline.kvcache import LayerKV
-from ridgeline.layers.hidden import Hidden, RMSNorm
+from ridgeline.layers.hidden import Hidden, RMSNorm, SplitRMSNorm, normed_together
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.piece import Vector
 from ridgeline.layers.rope import rotation_at
@@ -128,9 +128,10 @@ class Attention(AttentionBranch):
         linear: Callable[..., Linear],
         backend: AttentionBackend,
         placement: Placement,
+        unit: int = 1,
     ) -> None:
         kv_heads = placement.shard_heads(spec.num_kv_heads)
-        q_heads = placement.shard(spec.num_heads, "num_attention_heads")
+        q_heads = placement.shard_queries(spec.num_heads, spec.num_kv_heads, unit)
         self.spec = replace(spec, num_heads=q_heads.length, num_kv_heads=kv_heads.length)
         self.backend = backend
         head_dim = spec.head_dim
@@ -140,7 +141,7 @@ class Attention(AttentionBranch):
             shards |= {"k": kv_heads, "v": kv_heads}
         self.qkv = linear(
             [
-                Part(name(role), name(role + bias) if bias else None, times(heads, head_dim))
+                Part(name(role), name(role + bias) if bias else None, heads.times(head_dim))
                 for role, heads in shards.items()
             ],
             self.num_states * hidden_size,
@@ -149,7 +150,7 @@ class Attention(AttentionBranch):
         self.out = linear(
             [Part(name("o"), out_bias, Shard(0, hidden_size))],
             spec.num_heads * head_dim,
-            columns=times(q_heads, head_dim),
+            columns=q_heads.times(head_dim),
         )
         self.q_norm = self.k_norm = None
         self._before: tuple[RMSNorm, RMSNorm] | None = None  # of each head alone, and the rotation
@@ -158,7 +159,12 @@ class Attention(AttentionBranch):
         self.kv_size = kv_heads.length * head_dim
         if spec.qk_norm:
             sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
-            own = [{} if spec.qk_norm_kind == "rms" else {"heads": n} for n in (q_heads, kv_heads)]
+            own: list[dict[str, Any]] = [
+                {} if spec.qk_norm_kind == "rms" else {"heads": n} for n in (q_heads, kv_heads)
+            ]
+            if spec.norms_all_heads and placement.size > 1:
+                every = zip((q_heads, kv_heads), (spec.num_heads, spec.num_kv_heads), strict=True)
+                own = [{"heads": n, "num_heads": num, "placement": placement} for n, num in every]
             self.q_norm = norm(name("q_norm"), sizes[0], **own[0])
             if spec.cache_layer is None:
                 self.k_norm = norm(name("k_norm"), sizes[1], **own[1])
@@ -167,11 +173,6 @@ class Attention(AttentionBranch):
         if spec.sinks:
             device = next(iter(self.out.parameters.values())).device
             self.vectors = (Vector(name("sinks"), q_heads, device),)
-        if spec.norms_all_heads and placement.size > 1:
-            raise ConfigError(
-                f"this model norms the queries of all heads together, which {placement.size} ranks"
-                " cannot share; serve it on one device"
-            )
 
     def _attended(
         self,
@@ -231,6 +232,13 @@ class Attention(AttentionBranch):
         if self.q_norm is None or self.k_norm is None:
             return
         q_TC, k_TC, _ = torch.split(qkv_TC, [self.q_size, self.kv_size, self.kv_size], dim=-1)
+        if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
+            both = q_TC, k_TC
+            for x_TC, y_TC in zip(
+                both, normed_together((self.q_norm, self.k_norm), both), strict=True
+            ):
+                x_TC.copy_(y_TC)
+            return
         q_TC.copy_(self.q_norm(q_TC))
         k_TC.copy_(self.k_norm(k_TC))
 
@@ -263,10 +271,6 @@ class Attention(AttentionBranch):
     @property
     def norms(self) -> list[RMSNorm]:
         return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-
-
-def times(shard: Shard, size: int) -> Shard:
-    return Shard(shard.start * size, shard.length * size)
 
 
 class SinkAttention(Attention):

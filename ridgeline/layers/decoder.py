@@ -15,7 +15,8 @@ import torch
 from ridgeline.architectures import optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec, NormKind
+from ridgeline.architectures.shares import head_unit, inner_unit
+from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec, NormKind
 from ridgeline.architectures.tensor_layouts import checkpoint_shapes
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, LogitsIndices
@@ -27,7 +28,14 @@ from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
-from ridgeline.layers.hidden import Beside, HeadLayerNorm, Hidden, RMSNorm, make_norm
+from ridgeline.layers.hidden import (
+    Beside,
+    HeadLayerNorm,
+    Hidden,
+    RMSNorm,
+    SplitRMSNorm,
+    make_norm,
+)
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector
@@ -142,41 +150,46 @@ class LayerMaker:
             device=self.device,
             placement=self.placement,
         )
-        attention = self._attention(layer.attention, name, linear)
+        attention = self._attention(layer, name, linear)
         norms = {role: self.norm(layer.norm_kind, role, name) for role in branch_norms(layer)}
-        feed_forward = self._feed_forward(layer.feed_forward, name, linear)
+        feed_forward = self._feed_forward(layer, name, linear)
         kind = ParallelLayer if layer.parallel_norms else DecoderLayer
         return kind(attention, feed_forward, norms, branches(layer))
 
     def _attention(
-        self, attention: AttentionSpec, name: Callable[..., str], linear: Callable[..., Linear]
+        self, layer: LayerSpec, name: Callable[..., str], linear: Callable[..., Linear]
     ) -> AttentionBranch:
         width, backend, placement = self.spec.hidden_size, self.backend, self.placement
+        attention, unit = layer.attention, head_unit(layer, self.weight_format.name)
         if attention.latent is not None:
             numbers = UnpackedWeights.beside(self.weight_format)
             unpacked = partial(linear, weight_format=numbers)
-            made = backend, self.dtype, self.device, placement
+            made = backend, self.dtype, self.device, placement, unit
             return LatentAttention(attention, width, name, linear, unpacked, *made)
         kind = attention_class(attention, deterministic=self.deterministic)
+        norms: type[RMSNorm] = RMSNorm if attention.qk_norm_kind == "rms" else HeadLayerNorm
+        if attention.norms_all_heads and placement.size > 1:
+            norms = SplitRMSNorm
         norm = partial(
-            RMSNorm if attention.qk_norm_kind == "rms" else HeadLayerNorm,
+            norms,
             eps=self.spec.norm_eps,
             dtype=self.dtype,
             device=self.device,
             offset=self.spec.norm_offset,
         )
-        return kind(attention, width, norm, name, linear, backend, placement)
+        return kind(attention, width, norm, name, linear, backend, placement, unit)
 
     def _feed_forward(
         self,
-        inner: DenseSpec | ExpertsSpec,
+        layer: LayerSpec,
         name: Callable[..., str],
         linear: Callable[..., Linear],
     ) -> FeedForward | Experts:
-        width = self.spec.hidden_size
+        width, inner, own = self.spec.hidden_size, layer.feed_forward, self.weight_format.name
+        unit = inner_unit(layer, own)
         if isinstance(inner, DenseSpec):
             kind = FeedForward if inner.gated else UngatedFeedForward
-            return kind(inner, width, name, linear, self.placement)
+            return kind(inner, width, name, linear, self.placement, unit=unit)
         # Routers are tiny and decide much: they stay as they are in every format.
         plain = PlainWeights().invariant() if self.deterministic else PlainWeights()
         return Experts(
@@ -186,6 +199,7 @@ class LayerMaker:
             partial(linear, weight_format=self.weight_format.of_experts()),
             partial(linear, weight_format=plain),
             self.placement,
+            units=(unit, inner_unit(layer, own, "shared_")),
             deterministic=self.deterministic,
         )
 
@@ -368,7 +382,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Logits of all tokens of a step, or of the last of each `last_of` tokens, into `out_RV`
         (float32), which may have fewer columns than V; fills the cache. With a captured backend
-        the same shapes are the same launches, and nothing is waited for. One rank alone.
+        the same shapes are the same launches, and nothing is waited for.
 
         `num_layers`: by the first layers alone, the final norm and the output matrix."""
         hidden = self._forward(batch, kv, num_layers)

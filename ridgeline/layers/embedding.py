@@ -75,7 +75,10 @@ class VocabularyMatrix:
         return self.placement.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def logits_into(self, hidden: Hidden, norm: RMSNorm, out_TV: torch.Tensor) -> torch.Tensor:
-        """Of the normed states, [T, V] into `out_TV` (float32). One rank alone."""
+        """Of the normed states, [T, V] into `out_TV` (float32), on every rank."""
+        if self.placement.size > 1:
+            logits_TV = self.logits(hidden.normed(norm))
+            return out_TV.copy_(logits_TV[:, : out_TV.shape[1]])
         return self._capped(self.format.linear_into(hidden.normed(norm), self.parameters, out_TV))
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

@@ -82,9 +82,11 @@ class Stack:
 
 
 class Experts:
-    """`name(role, expert)` is the checkpoint name of a tensor of this layer; each expert is
-    split over the ranks like a dense feed-forward, and the sums meet once. Shared experts that are
-    some times as wide as the others are so many more of them in grouped products.
+    """`name(role, expert)` is the checkpoint name of a tensor of this layer. Each expert is divided
+    among the ranks like a dense feed-forward, or lies whole on one of them, see `Placement.ep`:
+    every rank has all tokens, and the sums of all experts meet once. Shared experts that are some
+    times as wide as the others are so many more of them in grouped products. `units`: what experts
+    and shared ones are divided by.
 
     `deterministic`: what a token gets does not depend on the others. Its experts are added in the
     order of their numbers in any case; here no sum is left to a kernel that may cut it otherwise.
@@ -99,6 +101,7 @@ class Experts:
         router_linear: Callable[..., Linear],
         placement: Placement,
         *,
+        units: tuple[int, int] = (1, 1),
         deterministic: bool = False,
     ) -> None:
         self.spec = spec
@@ -107,11 +110,16 @@ class Experts:
         self.placement = placement
         self.experts: list[FeedForward] = []
         self.slices = 0  # behind the others, of the shared experts
-        for expert in range(spec.num_experts):
-            one = FeedForward(dense, hidden_size, partial(name, expert=expert), linear, placement)
-            if not expert:
+        own = placement.shard_experts(spec.num_experts)
+        self.first = own.start  # of the experts that this rank has
+        divided = placement.of_experts
+        linear_of = partial(linear, placement=divided)
+        for expert in range(own.start, own.start + own.length):
+            called = partial(name, expert=expert)
+            one = FeedForward(dense, hidden_size, called, linear_of, divided, unit=units[0])
+            if not self.experts:
                 self.slices = _num_slices(spec, one, placement)
-                number = spec.num_experts + self.slices
+                number = own.length + self.slices
                 self.gate_up, self.down = Stack(number), Stack(number)
             self._take(one)
         self.load_X: torch.Tensor | None = None  # int64: tokens of each expert, if they are counted
@@ -126,7 +134,9 @@ class Experts:
             made = hidden_size, shared_name, linear, placement
             self._take(FeedForward(shared, *made, inner=inner))
         if spec.shared_size and not self.slices:
-            self.shared = FeedForward(shared, hidden_size, shared_name, linear, placement)
+            partly = partial(linear, placement=placement.partial)
+            made = hidden_size, shared_name, partly, placement.partial
+            self.shared = FeedForward(shared, *made, unit=units[1])
         self.router = Router(
             spec, hidden_size, name, router_linear, deterministic=deterministic, slices=self.slices
         )
@@ -138,7 +148,10 @@ class Experts:
 
     @cached_property
     def matrices(self) -> tuple[StackedMatrix, StackedMatrix] | None:
-        """Of the grouped products, once all is loaded; None: there are none."""
+        """Of the grouped products, once all is loaded; None: there are none, or some experts are
+        elsewhere."""
+        if self.placement.ep > 1:
+            return None
         gate_up, down = self.gate_up.matrix(), self.down.matrix()
         return None if gate_up is None or down is None else (gate_up, down)
 
@@ -146,7 +159,7 @@ class Experts:
     def packed(self) -> PackedExperts | None:
         """For the native products of a CPU, once all is loaded; None: there are none, or they are
         not known to give a token the same bits in any batch."""
-        if self.deterministic or self.placement.size > 1:
+        if self.deterministic or self.placement.ep > 1:
             return None
         gate_up, down = [one.gate_up for one in self.experts], [one.down for one in self.experts]
         wide, narrow = _packed(gate_up), _packed(down)
@@ -179,6 +192,10 @@ class Experts:
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""
+        return self.placement.all_reduce(self._partly(x_TE))
+
+    def _partly(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """By what this rank holds."""
         routes = self.router.route(x_TE)
         if self.packed is not None:
             return packed_experts(
@@ -193,7 +210,7 @@ class Experts:
         if self.matrices is None:
             y_TE = self._one_by_one(x_TE, routes)
         else:
-            y_TE = self.placement.all_reduce(self._grouped(x_TE, routes, self.matrices))
+            y_TE = self._grouped(x_TE, routes, self.matrices)
         return y_TE if self.shared is None else y_TE.add_(_of_shared(self.shared, x_TE, routes))
 
     def _one_by_one(self, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
@@ -206,8 +223,9 @@ class Experts:
         weights = routes.weights_TA.view(-1).index_select(0, order).unsqueeze(1)
         tokens = order.div_(self.spec.num_active, rounding_mode="floor")
         out_TE = torch.zeros_like(x_TE)
-        begin = 0
-        for expert, count in enumerate(counts_X.tolist()):
+        counts = counts_X.tolist()
+        begin = sum(counts[: self.first])
+        for expert, count in enumerate(counts[self.first :][: len(self.experts)]):
             if count:
                 rows = slice(begin, begin + count)
                 self._add(expert, x_TE, tokens[rows], weights[rows], out_TE)
@@ -268,10 +286,11 @@ class ExpertLoad:
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
         self._sizes = [layer.spec.num_experts for layer in layers]
-        shape = len(layers), max((len(layer.experts) for layer in layers), default=0)
+        counted = [layer.spec.num_experts + layer.slices for layer in layers]
+        shape = len(layers), max(counted, default=0)
         self._counts_LX = torch.zeros(shape, dtype=torch.int64, device=device)
-        for counts_X, layer in zip(self._counts_LX, layers, strict=True):
-            layer.load_X = counts_X[: len(layer.experts)]
+        for counts_X, layer, num in zip(self._counts_LX, layers, counted, strict=True):
+            layer.load_X = counts_X[:num]
         is_apart = device.type == "cuda" and len(layers) > 0
         self._read_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_apart)
         self._arrived = torch.cuda.Event() if is_apart else None  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from ridgeline.layers.linear import Linear, Part
 
 class FeedForward:
     """`name(role)` is the checkpoint name of a tensor of this layer. `inner`: those of its inner
-    numbers that this one has; None: the share of this rank."""
+    numbers that this one has; None: the share of this rank, in whole `unit`s."""
 
     def __init__(
         self,
@@ -28,9 +28,10 @@ class FeedForward:
         linear: Callable[..., Linear],
         placement: Placement,
         *,
+        unit: int = 1,
         inner: Shard | None = None,
     ) -> None:
-        inner = inner or placement.shard(spec.intermediate_size, "intermediate_size")
+        inner = inner or placement.shard(spec.intermediate_size, "intermediate_size", unit)
 
         def part(role: str, rows: Shard) -> Part:
             return Part(name(role), name(f"{role}_bias") if spec.bias else None, rows)

@@ -6,14 +6,14 @@ are one kernel; or a product adds it in place, where it can. Letters: T tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn import functional
 
 from ridgeline.architectures.parts import HEAD
 from ridgeline.architectures.spec import NormKind
-from ridgeline.distributed.placement import Shard
+from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.layers.piece import Piece
@@ -203,6 +203,57 @@ class LayerNorm(RMSNorm):
         if self.bias_name is not None and self.bias_E is not None:
             found.append(Piece(self.bias_name, self.bias_E))
         return found
+
+
+class SplitRMSNorm(RMSNorm):
+    """Of all `num_heads` together, of which this rank has some, and other ranks perhaps the same:
+    the squares of all meet in one sum, see `normed_together`."""
+
+    fuses = False
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        heads: Shard,
+        num_heads: int,
+        placement: Placement,
+        offset: float = 0.0,
+    ) -> None:
+        super().__init__(name, size, eps, dtype, device, offset=offset)
+        each = size // heads.length
+        self.placement, self._first, self._size = placement, heads.start * each, num_heads * each
+        self._is_counted = placement.is_first_of(num_heads)
+
+    def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
+        return next(normed_together([self], [x_TC]))
+
+    def squares(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """[T, 1], what this rank adds to their sum."""
+        if not self._is_counted:
+            return x_TC.new_zeros(len(x_TC), 1, dtype=torch.float32)
+        return x_TC.float().square().sum(-1, keepdim=True)
+
+    def of_squares(self, x_TC: torch.Tensor, squares_T1: torch.Tensor) -> torch.Tensor:
+        factor_T1 = torch.rsqrt(squares_T1 / self._size + self.eps)
+        return (x_TC.float() * factor_T1 * self.weight_E).to(x_TC.dtype)
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(self.name, self.weight_E, 0, self._first)]
+
+
+def normed_together(
+    norms: Sequence[SplitRMSNorm], xs: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Each x by its norm, with one message for all."""
+    own_TN = torch.cat([norm.squares(x) for norm, x in zip(norms, xs, strict=True)], -1)
+    sums_TN = norms[0].placement.all_reduce(own_TN)
+    for norm, x, squares_T1 in zip(norms, xs, torch.split(sums_TN, 1, -1), strict=True):
+        yield norm.of_squares(x, squares_T1)
 
 
 class HeadLayerNorm(LayerNorm):

@@ -19,7 +19,7 @@ from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import InternalError
 from ridgeline.kernels.qk_norm_rope_write import rotate_
 from ridgeline.kvcache import LatentKV, LayerKV
-from ridgeline.layers.attention import AttentionBranch, AttentionStep, times
+from ridgeline.layers.attention import AttentionBranch, AttentionStep
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
 
@@ -39,25 +39,26 @@ class LatentAttention(AttentionBranch):
         dtype: torch.dtype,
         device: torch.device,
         placement: Placement,
+        unit: int = 1,
     ) -> None:
         if (latent := spec.latent) is None:
             raise InternalError("latent attention without its sizes")
-        heads = placement.shard(spec.num_heads, "num_attention_heads")
+        heads = placement.shard_queries(spec.num_heads, spec.num_heads, unit)
         self.spec = replace(spec, num_heads=heads.length, num_kv_heads=heads.length)
         self.latent, self.backend = latent, backend
         rank, cached = latent.q_lora_rank, latent.cached_width
         both = latent.qk_nope_head_dim + latent.v_head_dim
         # All ranks hold all of the vectors, and need them.
-        queries = times(heads, latent.qk_head_dim)
+        queries = heads.times(latent.qk_head_dim)
         first = Part(name("q_a"), None, Shard(0, rank)) if rank else Part(name("q"), None, queries)
         self.q_size = first.rows.length
         self.down = linear([first, Part(name("kv_a"), None, Shard(0, cached))], hidden_size)
         self.q_up = linear([Part(name("q_b"), None, queries)], rank) if rank else None
-        self.kv_up = unpacked([Part(name("kv_b"), None, times(heads, both))], latent.kv_lora_rank)
+        self.kv_up = unpacked([Part(name("kv_b"), None, heads.times(both))], latent.kv_lora_rank)
         self.out = linear(
             [Part(name("o"), None, Shard(0, hidden_size))],
             spec.num_heads * latent.v_head_dim,
-            columns=times(heads, latent.v_head_dim),
+            columns=heads.times(latent.v_head_dim),
         )
         made = latent.norm_eps, dtype, device
         self.q_norm = RMSNorm(name("q_a_norm"), rank, *made) if rank else None

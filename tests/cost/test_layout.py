@@ -9,6 +9,8 @@ from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 from tests.cost.random_setups import DEEPSEEK_V3, LLAMA_8B, device, spec_of
 
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+
 
 def test_layouts_count_devices() -> None:
     assert Layout().devices == 1
@@ -34,18 +36,20 @@ def test_impossible_layouts(layout: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("config", "layout", "message"),
     [
-        (LLAMA_8B, Layout(tp=3), "tp is 3; 32 attention heads cannot be split"),
-        (LLAMA_8B, Layout(tp=64), "tp is 64; 32 attention heads"),
+        (
+            LLAMA_8B,
+            Layout(tp=64),
+            "tp is 64; 32 attention heads cannot be divided among 64 ranks, use at most 32",
+        ),
         (LLAMA_8B, Layout(pp=33), "pp is 33; the model has only 32 layers"),
         (LLAMA_8B, Layout(tp=2, ep=2), "no experts to divide"),
-        (LLAMA_8B | {"intermediate_size": 14337}, Layout(tp=2), "14337 rows of the feed-forward"),
+        (LLAMA_8B | {"intermediate_size": 6}, Layout(tp=8), "6 rows of the feed-forward"),
         (
-            LLAMA_8B | {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 3072},
-            Layout(tp=8),
-            "6 KV heads",
+            DEEPSEEK_V3 | ONE_GROUP | {"n_routed_experts": 8},
+            Layout(16, ep=16),
+            "8 experts cannot be divided among 16",
         ),
-        (DEEPSEEK_V3 | {"n_routed_experts": 100}, Layout(tp=8, ep=8), "100 experts"),
-        (DEEPSEEK_V3 | {"moe_intermediate_size": 100}, Layout(tp=8), "100 rows of an expert"),
+        (DEEPSEEK_V3 | {"moe_intermediate_size": 6}, Layout(tp=8), "6 rows of an expert"),
     ],
 )
 def test_models_that_cannot_be_split_so(
@@ -58,6 +62,8 @@ def test_models_that_cannot_be_split_so(
 def test_models_that_can() -> None:
     Layout(tp=16, pp=32).check(spec_of(LLAMA_8B))  # two ranks for each KV head
     Layout(tp=8, ep=8).check(spec_of(DEEPSEEK_V3))
+    Layout(tp=3).check(spec_of(LLAMA_8B | {"intermediate_size": 14337}))
+    Layout(tp=6, ep=3).check(spec_of(DEEPSEEK_V3 | ONE_GROUP | {"n_routed_experts": 100}))
 
 
 @pytest.mark.parametrize(

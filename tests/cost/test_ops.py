@@ -16,6 +16,7 @@ from tests.cost.random_setups import (
     DEEPSEEK_V3,
     LLAMA_8B,
     LLAMA_70B,
+    QWEN_2_5_7B,
     random_layout,
     random_precision,
     random_shape,
@@ -181,11 +182,25 @@ def test_messages_of_pipeline_stages_and_expert_ranks() -> None:
     ops = step_ops(spec, ((1, 10),) * 16, Layout(tp=8, pp=2, ep=8))
     passed = named(ops, "point_to_point")
     assert (passed.count, passed.sent_bytes) == (1, 16 * 7168 * 2)
-    dispatch, combine = named(ops, "dispatch"), named(ops, "combine")
-    assert dispatch.count == combine.count == 58  # the first three layers are dense
-    assert combine.sent_bytes == 7 / 8 * (16 / 8) * 8 * 7168 * 2
-    in_fp8 = step_ops(spec, ((1, 10),) * 16, Layout(tp=8, ep=8), Precision(weights="fp8"))
-    assert named(in_fp8, "dispatch").sent_bytes == dispatch.sent_bytes / 2
+    assert named(ops, "all_reduce").count == 2 * 61 + 1  # every rank has all tokens
+
+
+def test_the_fullest_rank_is_priced() -> None:
+    """Of 14 query heads with 2 KV heads in all a third of 3 ranks has the 7 of one, of 231 groups
+    half of them and one more, of 100 experts 34."""
+    sizes = {"intermediate_size": 29_568, "num_attention_heads": 14, "num_key_value_heads": 2}
+    sizes |= {"hidden_size": 14 * 128}
+    spec = spec_of(QWEN_2_5_7B | sizes)
+    ops = step_ops(spec, DECODE, Layout(3), Precision(weights="int4"))
+    whole = step_ops(spec, DECODE, Layout(1), Precision(weights="int4"))
+    assert named(ops, "decode_attention").flops == named(whole, "decode_attention").flops / 2
+    assert named(ops, "qkv").n == (7 + 1 + 1) * 128
+    halves = step_ops(spec, DECODE, Layout(2), Precision(weights="int4"))
+    assert named(halves, "down").k == 116 * 128
+    many = spec_of(DEEPSEEK_V3 | {"n_routed_experts": 100, "n_group": 1, "topk_group": 1})
+    three, one = (step_ops(many, DECODE, Layout(ep, ep=ep)) for ep in (3, 1))
+    experts = [named(found, "experts_down").weight_bytes for found in (three, one)]
+    assert experts[0] == pytest.approx(0.34 * experts[1])
 
 
 def test_kv_heads_are_repeated_where_ranks_outnumber_them() -> None:

@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ridgeline.architectures import read_spec
+from ridgeline.architectures.shares import (
+    fullest,
+    fullest_queries,
+    kv_shard,
+    query_shard,
+    shard,
+)
 from ridgeline.distributed.placement import Collective, Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
 from tests.layers.driving import Driver, TensorDict, build_decoder
@@ -117,15 +126,50 @@ def test_random_models_are_the_same_however_they_are_split() -> None:
 def test_shares() -> None:
     rank = Placement(2, 4, Threads(4).of(2))
     assert rank.shard(8, "x") == Shard(4, 2)
+    assert rank.shard(7, "x") == Shard(3, 2)
+    assert rank.shard(29_568, "x", 128) == Shard(115 * 128, 58 * 128)
+    assert rank.shard(200, "x", 128) == Shard(128, 64)  # of units of 64, as there are four ranks
     assert rank.shard_heads(8) == Shard(4, 2)
-    assert rank.shard_heads(2) == Shard(1, 1)
+    assert rank.shard_heads(2) == rank.shard_heads(3) == Shard(1, 1)
+    assert [rank.shard_queries(14, 2), rank.shard_queries(12, 3)] == [Shard(7, 3), Shard(4, 4)]
     assert rank.shard_rows(97) == Shard(50, 25)
     assert Placement(3, 4, Threads(4).of(3)).shard_rows(97) == Shard(75, 22)
     assert Placement(3, 4, Threads(4).of(3)).shard_rows(3) == Shard(3, 0)
-    with pytest.raises(ConfigError, match=r"x \(7\) cannot be split over 4 ranks"):
-        rank.shard(7, "x")
-    with pytest.raises(ConfigError, match="4 ranks cannot share 3 KV heads"):
-        rank.shard_heads(3)
+    with pytest.raises(
+        ConfigError, match=r"x \(3\) cannot be divided among 4 ranks; use at most 3"
+    ):
+        rank.shard(3, "x")
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(2\) cannot be divided among 4"):
+        rank.shard_queries(2, 1)
+
+
+def test_shares_of_experts() -> None:
+    ranks = [Placement(rank, 4, Threads(4).of(rank), ep=2) for rank in range(4)]
+    assert [rank.shard_experts(5) for rank in ranks] == [Shard(0, 2)] * 2 + [Shard(2, 3)] * 2
+    assert [(rank.of_experts.rank, rank.of_experts.size) for rank in ranks] == [(0, 2), (1, 2)] * 2
+    with pytest.raises(ConfigError, match="ep is 2; 1 experts"):
+        ranks[0].shard_experts(1)
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 40), st.sampled_from([1, 2, 4, 16]))
+def test_shares_are_all_there_is_and_differ_by_a_unit(
+    num_kv_heads: int, group: int, size: int, unit: int
+) -> None:
+    heads = num_kv_heads * group
+    size = min(size, heads)
+    inner = [shard(heads, rank, size, unit) for rank in range(size)]
+    assert max(one.length for one in inner) == fullest(heads, size, unit)
+    queries = [query_shard(heads, num_kv_heads, rank, size, unit) for rank in range(size)]
+    assert max(one.length for one in queries) == fullest_queries(heads, num_kv_heads, size, unit)
+    assert min(one.length for one in queries) > 0
+    for shares in (inner, queries):
+        assert [n for s in shares for n in range(s.start, s.start + s.length)] == [*range(heads)]
+    full = [one.length // unit for one in inner[:-1]]
+    assert not full or max(full) - min(full) <= 1
+    for rank, own in enumerate(queries):
+        kv = kv_shard(num_kv_heads, rank, size)
+        asked = {query // group for query in range(own.start, own.start + own.length)}
+        assert asked == set(range(kv.start, kv.start + kv.length))
 
 
 def test_alone_nothing_is_said() -> None:

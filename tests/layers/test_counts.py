@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.parts import layer_tensors
+from ridgeline.architectures.shares import fullest_share, own_share
 from ridgeline.architectures.tensor_layouts import checkpoint_shapes
 from ridgeline.distributed.placement import Placement
 from tests.distributed.alone import Alone
@@ -80,16 +82,28 @@ def test_meta_decoder_has_the_parameters_of_the_spec(name: str) -> None:
     assert packed == linear_weights(spec)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_rank_holds_the_share_that_the_description_says(name: str, ranks: int) -> None:
+    """And the fullest as much as is priced."""
     spec = read_spec(CONFIGS[name])
-    said = {n: p.share(ranks) for i in range(3) for n, p in layer_tensors(spec, i).items()}
+    said = {n: p for i in range(3) for n, p in layer_tensors(spec, i).items()}
+    layers = {n: spec.layers[i] for i in range(3) for n in layer_tensors(spec, i)}
+    most = dict.fromkeys(said, 0)
     for rank in range(ranks):
         placement = Placement(rank, ranks, Alone())
         decoder = build_decoder(spec, max_model_len=16, device="meta", placement=placement)
-        held = {piece.name: tuple(piece.target.shape) for piece in decoder.pieces()}
-        assert {key: held[key] for key in said} == said
+        held = {piece.name: piece for piece in decoder.pieces()}
+        for key, part in said.items():
+            shape, piece = list(part.shape), held[key]
+            if part.split:
+                own = own_share(part, layers[key], "plain", rank, ranks)
+                shape[part.split == "columns"] = own.length
+                assert (piece.dim, piece.start) == (int(part.split == "columns"), own.start)
+            assert tuple(piece.target.shape) == tuple(shape)
+            most[key] = max(most[key], piece.target.numel())
+    for key, part in said.items():
+        assert prod(fullest_share(part, layers[key], "plain", ranks)) == most[key]
 
 
 # In names of matrices of layers.

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ridgeline.architectures.parts import parts
+from ridgeline.architectures.shares import Shard, own_share, shard
 from ridgeline.cost.communication import ring_s, wire
 from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import KV_CACHE, needed_items
@@ -219,23 +220,22 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
 def _matrices(case: _Case) -> Iterator[Matrix]:
     """Of the layer that is shown, as the device that is shown holds them."""
     layout, setup = case.layout, case.setup
-    rank = case.inputs.gpu % layout.tp
-    for part in parts(setup.spec.layers[case.shown], setup.spec.hidden_size):
+    rank, layer = case.inputs.gpu % layout.tp, setup.spec.layers[case.shown]
+    for part in parts(layer, setup.spec.hidden_size):
         if not part.product:
             continue
-        ranks, expert = layout.tp, 0
-        if part.is_experts:
-            ranks, expert = layout.tp // layout.ep, rank // (layout.tp // layout.ep)
-        shares = min(ranks, part.units) if part.split else 1
-        place = rank % ranks * shares // ranks
-        own = part.copies // layout.ep if part.is_experts else 1
-        rows, columns = part.share(ranks)
+        ranks = layout.tp // (layout.ep if part.is_experts else 1)
+        experts = shard(part.copies, rank // ranks, layout.ep) if part.is_experts else Shard(0, 1)
+        (height, width), total = part.shape, part.shape[part.split == "columns"]
+        own = Shard(0, total)
+        if part.split:
+            own = own_share(part, layer, setup.precision.weights, rank % ranks, ranks)
         bits = setup.precision.weight_bits if part.is_packed else 8 * setup.precision.dtype_bytes
-        height, width = part.shape
+        numbers = experts.length * height * width * own.length // total
         yield Matrix(
-            part.role, part.product, height, width, part.split, shares,
-            place / shares, (place + 1) / shares,
-            part.copies, own, expert * own, own * rows * columns * bits / 8,
+            part.role, part.product, height, width, part.split, min(ranks, part.units),
+            own.start / total, (own.start + own.length) / total,
+            part.copies, experts.length, experts.start, numbers * bits / 8,
         )  # fmt: skip
 
 
