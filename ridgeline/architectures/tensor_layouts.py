@@ -164,6 +164,12 @@ def checkpoint_pattern(spec: ModelSpec, role: str) -> str:
     return fused or spec.tensor_names.get(role, "")
 
 
+def unstacked(spec: ModelSpec) -> ModelSpec:
+    """The same with a tensor for each matrix of each expert, as quantized checkpoints have them."""
+    kept = tuple(one for one in spec.tensor_layouts if not one.experts)
+    return replace(spec, tensor_layouts=kept)
+
+
 def untransposed(spec: ModelSpec) -> ModelSpec:
     """The same with every tensor as a quantized matrix is stored."""
     return replace(
