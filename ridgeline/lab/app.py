@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from anyio import to_thread
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.lab.page import PAGES, Answer, Page, controls, load, read_inputs
+from ridgeline.lab.turns import SHARE, Place, Refused, Turns
 from ridgeline.lab.what_if import what_if
 
 __all__ = ["answer", "described", "endpoints", "pages", "what_if"]
@@ -40,18 +41,27 @@ def pages(has_live: bool, request: Request) -> Response:
     return _json({"pages": [described(load(name)) for name in PAGES], "live": has_live})
 
 
-async def answer(request: Request) -> Response:
+async def answer(turns: Turns, request: Request) -> Response:
     """What a page shows for these inputs."""
+    tenant = request.scope.get("state", {}).get("tenant")
     try:
-        page = await to_thread.run_sync(load, request.path_params["name"])
+        place = turns.take((request.client and request.client.host, getattr(tenant, "key", b"")))
+    except Refused as refused:
+        return _fault(str(refused), refused.status, retry_s=refused.retry_s)
+    try:
+        page = await place.run(load, request.path_params["name"])
         inputs = read_inputs(page, await _body(request))
         if page.long:
-            return StreamingResponse(_events(page, inputs), media_type="text/event-stream")
-        return _json(await to_thread.run_sync(page.answer, inputs))
+            return _Stream(page, inputs, place)
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        return _json(await place.run(page.answer, inputs))
     except (RequestFault, ConfigError) as fault:
         return _fault(str(fault), 400, getattr(fault, "param", None))
     except ClientDisconnect:
         return Response(status_code=400)  # nobody reads it
+    finally:
+        place.close()
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -66,11 +76,24 @@ async def _body(request: Request) -> dict[str, Any]:
         raise RequestFault(f"inputs must be a JSON object: {fault}") from None
 
 
-async def _events(page: Page, inputs: msgspec.Struct) -> AsyncIterator[bytes]:
+class _Stream(StreamingResponse):
     """Closed when the reader is gone; the step that runs then is the last one."""
+
+    def __init__(self, page: Page, inputs: msgspec.Struct, place: Place) -> None:
+        self._place = place.passed_on()
+        super().__init__(_events(page, inputs, self._place), media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._place.close()
+
+
+async def _events(page: Page, inputs: msgspec.Struct, place: Place) -> AsyncIterator[bytes]:
     steps: Iterator[Any] = iter(page.answer(inputs))  # type: ignore[arg-type]
     try:
-        while (step := await to_thread.run_sync(next, steps, None)) is not None:
+        while (step := await place.run(next, steps, None)) is not None:
             name = "answer" if isinstance(step, Answer) else "progress"
             yield b"data: " + msgspec.json.encode({name: step}) + b"\n\n"
     except (RequestFault, ConfigError) as fault:
@@ -79,19 +102,21 @@ async def _events(page: Page, inputs: msgspec.Struct) -> AsyncIterator[bytes]:
         steps.close()  # type: ignore[attr-defined]
 
 
-def _json(value: object, status: int = 200) -> Response:
+def _json(value: object, status: int = 200, **headers: str) -> Response:
     body = msgspec.json.encode(value)
-    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    headers |= {"cache-control": "no-store", "x-content-type-options": "nosniff"}
     return Response(body, status, media_type="application/json", headers=headers)
 
 
-def _fault(message: str, status: int, param: str | None = None) -> Response:
-    return _json({"error": {"message": message, "param": param}}, status)
+def _fault(message: str, status: int, param: str | None = None, retry_s: int = 0) -> Response:
+    headers = {"retry-after": str(retry_s)} if retry_s else {}
+    return _json({"error": {"message": message, "param": param}}, status, **headers)
 
 
 def endpoints(*, has_live: bool = False) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
     """(path, method, what answers). `has_live`: a server's engine can be watched."""
+    turns = Turns(SHARE) if has_live else Turns()
     return (
         ("/lab/api", "GET", partial(pages, has_live)),
-        ("/lab/api/{name}", "POST", answer),
+        ("/lab/api/{name}", "POST", partial(answer, turns)),
     )

@@ -34,6 +34,7 @@ IDLE_S = 1.0  # between two records while nothing happens
 WINDOW_S = 5.0  # of which latencies are told
 MAX_REQUESTS = 48  # that a record lists
 REPLAY_S = 10.0  # at most, of one
+REST = 4.0  # times what a replay took, until the next one may begin
 
 # The JSON of /lab/live/what-if from evidence and a setting; the last says that nobody waits for it.
 Replay = Callable[[bytes, Mapping[str, object], Callable[[], bool]], bytes]
@@ -114,6 +115,7 @@ class Live:
         self._service = service
         self._replay = replay
         self._is_replaying = False
+        self._next_replay_at = 0.0
         self._num_pages = 0
         self._task: asyncio.Task[None] | None = None
         self._made = asyncio.Event()
@@ -156,19 +158,21 @@ class Live:
 
     async def what_if(self, request: Request) -> Response:
         """The last requests, replayed under another setting: one replay at a time, for as long as
-        its reader waits."""
+        its reader waits, and a fifth of the time."""
         service = self._service
         if not self._sees_all(request):
             raise ApiError("not_found", "with --admin-port everybody's figures are not shown here")
         with service.aside.open(request.scope["state"]["tenant"]) as ticket:
             values, _ = await service.read(request.scope, request.receive, ticket)
-            if self._is_replaying:
-                raise ApiError("rate_limit_exceeded", "another replay runs; ask when it has ended")
+            began = asyncio.get_running_loop().time()
+            if self._is_replaying or began < self._next_replay_at:
+                raise ApiError("rate_limit_exceeded", "another replay runs, or just ran; ask later")
             self._is_replaying = True
             try:
                 found = await unless_gone(request.receive, self._replayed(values))
             finally:
-                self._is_replaying = False
+                now = asyncio.get_running_loop().time()
+                self._is_replaying, self._next_replay_at = False, now + REST * (now - began)
         return Response(found, media_type="application/json")
 
     async def _replayed(self, values: Mapping[str, object]) -> bytes:

@@ -116,6 +116,26 @@ def test_a_long_answer_tells_its_progress(
     assert closed == [True]
 
 
+def test_too_many_answers_of_one_client_are_refused_for_a_second(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each answer gives its place back, a streamed and a faulty one too."""
+    monkeypatch.setattr("ridgeline.lab.turns.MAX_OF_ONE", 1)
+    for name, body, status in (
+        ("memory_wall", {}, 200),
+        ("memory_wall", {"batch": 0}, 400),
+        ("speculation", {}, 200),
+        ("speculation", {"rejected": "x"}, 200),  # the stream tells the fault
+        ("serving", {"gpus": 3}, 200),
+        ("memory_wall", {}, 200),
+    ):
+        assert client.post(f"/lab/api/{name}", json=body).status_code == status
+    monkeypatch.setattr("ridgeline.lab.turns.MAX_OF_ONE", 0)
+    reply = client.post("/lab/api/memory_wall")
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+    assert "ask again in 1 s" in reply.json()["error"]["message"]
+
+
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
     for path in ("/", "/lab/", "/lab/shell/main.js"):
         policy = client.get(path).headers["content-security-policy"]

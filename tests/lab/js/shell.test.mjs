@@ -6,6 +6,9 @@ const { amount, both, number, seconds } = await import("lab/format.js");
 const { linear, log, apart } = await import("lab/svg.js");
 const { stops } = await import("lab/controls.js");
 const { asCsv } = await import("lab/details.js");
+globalThis.sessionStorage = { getItem: () => null, setItem: () => {} };
+globalThis.document = { querySelector: () => null };
+const { ask } = await import("lab/api.js");
 
 test("figures have three digits and a unit that suits", () => {
   assert.equal(number(0.012345), "0.0123");
@@ -47,4 +50,15 @@ test("labels do not lie over each other", () => {
 
 test("a table is CSV that others read", () => {
   assert.equal(asCsv([{ title: "t", columns: ["a", "b"], rows: [['say "x", y', 1.5]] }]), 't\na,b\n"say ""x"", y",1.5');
+});
+
+test("a page asks again when a busy server says so, until the slider moves on", async () => {
+  const replies = [[503, { "retry-after": "0.01" }, { error: { message: "too much" } }], [200, {}, { sentence: "done" }]];
+  globalThis.fetch = async () => { const [status, headers, told] = replies.shift() ?? [503, { "retry-after": "60" }, {}]; return new Response(JSON.stringify(told), { status, headers }); };
+  const waits = [], page = { name: "memory_wall", long: false }, nothing = () => {};
+  const answer = await ask(page, {}, new AbortController().signal, nothing, nothing, (wait) => waits.push(wait));
+  assert.equal(answer.sentence, "done");
+  assert.deepEqual(waits, ["The lab is busy: too much. This page does."]);
+  const leave = new AbortController();
+  await assert.rejects(ask(page, {}, leave.signal, nothing, nothing, () => leave.abort()), { name: "AbortError" });
 });

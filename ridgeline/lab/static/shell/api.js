@@ -16,8 +16,11 @@ export function setKey(text) {
 /** No server stands behind the pages. */
 export const isStatic = document.querySelector('meta[name="ridgeline-edition"]') !== null;
 
-/** An error with the words of the server. */
-export class Failure extends Error {}
+/** An error with the words of the server; asking again may help after `retryS` seconds, if that is not 0. */
+export class Failure extends Error {
+  /** @param {string} message @param {number} [retryS] */
+  constructor(message, retryS = 0) { super(message); this.retryS = retryS; }
+}
 
 /** @param {string} path @param {RequestInit} [options] */
 export async function reach(path, options = {}) {
@@ -33,7 +36,32 @@ export async function reach(path, options = {}) {
   if (reply.ok) return reply;
   if (reply.status === 401) needsKey.value = true;
   const told = await reply.json().catch(() => null);
-  throw new Failure(told?.error?.message ?? `The server answered ${reply.status}.`);
+  const retryS = reply.status === 429 || reply.status === 503 ? Number(reply.headers.get("retry-after")) : 0;
+  throw new Failure(told?.error?.message ?? `The server answered ${reply.status}.`, retryS);
+}
+
+/** @param {number} ms @param {AbortSignal} signal which ends it with an error */
+function pause(ms, signal) {
+  return new Promise((done, fail) => {
+    const leave = () => { clearTimeout(timer); fail(signal.reason); };
+    const timer = setTimeout(() => { signal.removeEventListener("abort", leave); done(null); }, ms);
+    if (signal.aborted) leave();
+    else signal.addEventListener("abort", leave);
+  });
+}
+
+/** The same, asked again for as long as the server has too much to do. @param {string} path @param {RequestInit & {signal: AbortSignal}} options
+ * @param {(message: string) => void} onWait */
+async function patient(path, options, onWait) {
+  for (;;) {
+    try {
+      return await reach(path, options);
+    } catch (fault) {
+      if (!(fault instanceof Failure) || !fault.retryS) throw fault;
+      onWait(`The lab is busy: ${fault.message}. This page does.`);
+      await pause(1000 * fault.retryS * (1 + Math.random() / 4), options.signal);
+    }
+  }
 }
 
 /** The records of a stream of server-sent events. @param {Response} reply */
@@ -62,12 +90,13 @@ export async function pages() {
 }
 
 /** The answer of a page. @param {any} page @param {object} inputs @param {AbortSignal} signal
- * @param {(share: number) => void} onProgress @param {(answer: any) => void} onAnswer hears of an answer that will be completed, too */
-export async function ask(page, inputs, signal, onProgress, onAnswer) {
+ * @param {(share: number) => void} onProgress @param {(answer: any) => void} onAnswer hears of an answer that will be completed, too
+ * @param {(message: string) => void} onWait hears why an answer comes later */
+export async function ask(page, inputs, signal, onProgress, onAnswer, onWait) {
   if (isStatic) return (await import("./edition.js")).answer(page, inputs, signal);
-  const reply = await reach(`api/${page.name}`, {
+  const reply = await patient(`api/${page.name}`, {
     method: "POST", body: JSON.stringify(inputs), signal, headers: { "content-type": "application/json" },
-  });
+  }, onWait);
   if (!page.long) return reply.json();
   let last = null;
   for await (const text of events(reply)) {

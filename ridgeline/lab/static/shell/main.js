@@ -49,9 +49,9 @@ function useAnswer(page, inputs) {
     const leave = new AbortController();
     setState((/** @type {any} */ old) => ({ ...old, busy: true, share: 0 }));
     const tell = (/** @type {any} */ news) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, ...news })); };
-    ask(page, inputs, leave.signal, (share) => tell({ share }), (answer) => tell({ answer, inputs, fault: undefined }))
+    ask(page, inputs, leave.signal, (share) => tell({ share }), (answer) => tell({ answer, inputs, fault: undefined, wait: undefined }), (wait) => tell({ wait }))
       .then((answer) => { if (!leave.signal.aborted) setState({ answer, inputs, busy: false, share: 1 }); })
-      .catch((fault) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, busy: false, fault: fault.message })); });
+      .catch((fault) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, busy: false, wait: undefined, fault: fault.message })); });
     return () => leave.abort();
   }, [page, JSON.stringify(inputs), key.value]);
   return state;
@@ -90,7 +90,7 @@ function PageView({ page, given }) {
       ${state.busy && page.long && html`<progress value=${state.share} max="1" aria-label="progress"></progress>`}
       ${state.fault
         ? html`<p class="failed" role="alert">${state.fault} <button type="button" onClick=${() => reset({})}>reset the inputs</button></p>`
-        : html`<p class="sentence" role="status">${answer && unbroken(answer.sentence)}</p>`}
+        : html`<p class="sentence" role="status">${state.wait ?? (answer && unbroken(answer.sentence))}</p>`}
       ${answer?.guess && html`<${Guess} key=${answer.guess.ask} guess=${answer.guess} />`}
     </section>
     ${answer && html`<${Details} ...${{ page, answer, stage, reset }} />`}
