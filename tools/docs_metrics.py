@@ -5,6 +5,7 @@ python -m tools.docs_metrics > docs/metrics.md
 
 from __future__ import annotations
 
+from ridgeline.server import route_metrics
 from ridgeline.server.metrics import GROUPS
 from ridgeline.server.metrics_page import PREFIX, Declared
 
@@ -35,6 +36,9 @@ says what to do. `ridgeline explain --url URL` says in words where the time went
 """  # noqa: E501
 
 
+ROUTER = "What [`ridgeline route`](deployment.md#several-servers-behind-one-address) counts."
+
+
 def page() -> str:
     parts = [HEAD]
     for title, metrics in GROUPS.items():
@@ -42,7 +46,24 @@ def page() -> str:
         parts.append(
             f"## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n{rows}\n"
         )
+    parts.append(f"## Router\n\n{ROUTER}\n\n{_router()}")
     return "\n".join(parts)
+
+
+def _router() -> str:
+    rows: list[tuple[str, str, tuple[str, ...], str]] = [
+        (name, "gauge", ("backend",), text) for name, (text, _) in route_metrics.GAUGES.items()
+    ]
+    for name, (text, labels) in route_metrics.COUNTERS.items():
+        rows.append((name, "counter", labels, text))
+    for name, (text, label) in route_metrics.READ.items():
+        rows.append((name, "counter", (label,), text))
+    rows += [(name, "histogram", (), text) for name, text in route_metrics.HISTOGRAMS.items()]
+    lines = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+    for name, kind, labels, text in rows:
+        names = ", ".join(f"`{label}`" for label in labels)
+        lines.append(f"| `{route_metrics.PREFIX}{name}` | {kind} | {names} | {text} |")
+    return "\n".join(lines) + "\n"
 
 
 def _row(metric: Declared) -> str:

@@ -71,13 +71,15 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ridgeline.server.lifecycle import serve
-
     config = serve_config(args)
     log.set_up(config.log_level, config.log_format, access_log=config.access_log)
     if args.config is not None:
         words = (f"{flag[2:]}={value}" for flag, value in args.parser.settings(args))
         log.say(logger, logging.INFO, "settings", file=args.config, taken="; ".join(words))
+    if config.replicas > 1:
+        from ridgeline.server.replicas import serve_replicas as serve
+    else:
+        from ridgeline.server.lifecycle import serve
     return serve(config, on_listening=_announce)
 
 

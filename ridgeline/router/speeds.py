@@ -10,6 +10,7 @@ from ridgeline.step import StepPricer
 ASSUMED_TOKENS_PER_S = 1000.0  # until something is known
 ASSUMED_STEP_S = 0.02
 MEMORY = 0.98  # weight of what was known, after each observation
+HALF_LIFE_S = 10.0  # of what a server saw of its own steps
 LEAST_STEP_S = 1e-4
 LEAST_TOKENS_PER_S, MOST_TOKENS_PER_S = 1.0, 1e7
 
@@ -23,8 +24,8 @@ class ReadingSpeed:
 
 
 class PricedSpeed:
-    """From the prices of steps. Rows and contexts are rounded up to powers of two, so that each of
-    few cases is priced once."""
+    """From the prices of steps. Rows and contexts are rounded down to powers of two, so that each
+    of few cases is priced once."""
 
     def __init__(self, pricer: StepPricer, most_tokens: int) -> None:
         self._pricer = pricer
@@ -37,7 +38,7 @@ class PricedSpeed:
         key = num_decoding.bit_length(), context.bit_length()
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._price(1 << key[0] >> 1, 1 << key[1])
+            found = self._known[key] = self._price(1 << key[0] >> 1, 1 << key[1] >> 1)
         return found
 
     def _price(self, num_rows: int, context: int) -> ReadingSpeed:
@@ -45,6 +46,25 @@ class PricedSpeed:
         chunk = max(1, self._most_tokens - num_rows)
         full_s = self._pricer.seconds((*rows, (chunk, 0)))
         return ReadingSpeed(chunk / full_s, self._pricer.seconds((*rows, (1, 0))))
+
+
+class Correction:
+    """How much longer steps take than their price, of late. A second of steps at their price is
+    taken as seen, and what is seen fades: one that was slow once and gets nothing to do since is
+    thought of as it was at first."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, 0.0, 0.0)
+        self._measured_s = self._expected_s = 0.0
+
+    def ratio(self, now: float, measured_s: float, expected_s: float) -> float:
+        """`measured_s` and `expected_s` are sums that only rise, or begin anew."""
+        at, measured, expected = self._last
+        self._last = now, measured_s, expected_s
+        left = 0.5 ** ((now - at) / HALF_LIFE_S)
+        self._measured_s = left * self._measured_s + max(0.0, measured_s - measured)
+        self._expected_s = left * self._expected_s + max(0.0, expected_s - expected)
+        return (1 + self._measured_s) / (1 + self._expected_s)
 
 
 def slot_wait_s(num_before: int, num_slots: int, answer_tokens: float, step_s: float) -> float:

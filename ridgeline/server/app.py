@@ -13,6 +13,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ridgeline
+from ridgeline.router.backend import Load
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import from_fault
@@ -167,6 +168,7 @@ def make_routes(service: Service) -> list[Route]:
         Route("/v1/chat/completions", Answering(service, chat), methods=["POST"], right="answer"),
         Route("/tokenize", Tokenizing(service, _tokenize), methods=["POST"], right="tokenize"),
         Route("/detokenize", Tokenizing(service, _detokenize), methods=["POST"], right="tokenize"),
+        Route("/load", _get(service, _load), methods=["GET"], right=ANY),
         Route("/explain", _explain(service), methods=["GET"], right="explain"),
         Route("/openapi.json", Page(service), methods=["GET"], right=ANY),
         *_everywhere(service),
@@ -250,6 +252,22 @@ def _ready(service: Service, request: Request) -> Response:
     """200 while requests are served; 503 with the reason else."""
     service.check_ready()
     return _json({"status": "ready"})
+
+
+def _load(service: Service, request: Request) -> Response:
+    """Who runs and waits, and how fast prompts are read: what a router asks, while requests are
+    served."""
+    service.check_ready()
+    gauges, ready, costs = service.engine.gauges, service.engine.ready, service.engine.gauges.costs
+    rate = step_s = None
+    if ready is not None and ready.speeds:
+        rate, step_s = ready.speeds[min(gauges.num_running.bit_length(), len(ready.speeds) - 1)]
+        if costs is not None:
+            now = service.clock.now()
+            late = service.correction.ratio(now, costs.measured_s, costs.expected_s)
+            rate, step_s = rate / late, step_s * late
+    wait_s = service.engine.service_rate.wait_s(gauges.num_waiting) if gauges.num_waiting else 0.0
+    return _json(Load(gauges.num_running, gauges.num_waiting, wait_s, rate, step_s))
 
 
 def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:

@@ -9,6 +9,7 @@ import msgspec
 from ridgeline import log
 from ridgeline.config import EngineConfig, check_numbers
 from ridgeline.declared import check_fields, says
+from ridgeline.router import POLICIES
 
 DEFAULT_BUILDER = "ridgeline.build:build_without_text"
 
@@ -106,33 +107,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ] = 3
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to listen, for whom, and what to serve.
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to listen and for whom, and what is said of it. Keys come from `api_key_file`, or from
+    the environment variable RIDGELINE_API_KEY."""
 
-    Keys come from `api_key_file`, or from the environment variable RIDGELINE_API_KEY. `builder`
-    names the function that makes the engine ("module:function"): an extension seam.
-    """
-
-    engine: EngineConfig
     host: Annotated[str, says("address to listen on", is_common=True)] = "127.0.0.1"
     port: Annotated[Port, says("0 lets the system choose", is_common=True)] = 8000
-    admin_port: (
-        Annotated[
-            Port,
-            says(
-                "another port for /metrics and for /explain of everybody's requests, which --port "
-                "then does not show; it has connections of its own"
-            ),
-        ]
-        | None
-    ) = None
-    admin_host: Annotated[
-        str,
-        says("address of --admin-port; beyond this machine it wants a key with rights=admin"),
-    ] = "127.0.0.1"
-    served_model_name: Annotated[
-        str | None, says("what clients put into `model`", is_common=True)
-    ] = None
     api_key_file: Annotated[
         str | None,
         says(
@@ -153,6 +133,55 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_anyone_on_the_network_without_a_key: Annotated[
         bool, says("listen beyond this machine although no key is set")
     ] = False
+    log_level: Annotated[
+        str,
+        says(
+            "the least important lines of the log that are written",
+            choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+            is_common=True,
+        ),
+    ] = "INFO"
+    log_format: Annotated[
+        str,
+        says("how lines of the log are written", choices=tuple(log.FORMATS)),
+    ] = "text"
+    access_log: Annotated[
+        bool, says("log a line for each request: sizes and times, no text", is_common=True)
+    ] = False
+    limits: Limits = Limits()
+
+
+class ServeConfig(Listening, frozen=True, kw_only=True):
+    """Where to listen, for whom, and what to serve. `builder` names the function that makes the
+    engine ("module:function"): an extension seam."""
+
+    engine: EngineConfig
+    replicas: Annotated[
+        int,
+        says(
+            "so many servers behind one address",
+            ge=1,
+            le=64,
+            is_common=True,
+        ),
+    ] = 1
+    admin_port: (
+        Annotated[
+            Port,
+            says(
+                "another port for /metrics and for /explain of everybody's requests, which --port "
+                "then does not show; it has connections of its own"
+            ),
+        ]
+        | None
+    ) = None
+    admin_host: Annotated[
+        str,
+        says("address of --admin-port; beyond this machine it wants a key with rights=admin"),
+    ] = "127.0.0.1"
+    served_model_name: Annotated[
+        str | None, says("what clients put into `model`", is_common=True)
+    ] = None
     price_per_hour: (
         Annotated[
             float,
@@ -167,21 +196,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    log_level: Annotated[
-        str,
-        says(
-            "the least important lines of the log that are written",
-            choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-            is_common=True,
-        ),
-    ] = "INFO"
-    log_format: Annotated[
-        str,
-        says("how lines of the log are written", choices=tuple(log.FORMATS), is_common=True),
-    ] = "text"
-    access_log: Annotated[
-        bool, says("log a line for each request: sizes and times, no text", is_common=True)
-    ] = False
     otlp_endpoint: Annotated[
         str | None,
         says(
@@ -206,8 +220,28 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "it never should"
         ),
     ] = True
-    limits: Limits = Limits()
     builder: str = DEFAULT_BUILDER
+
+
+class RouteConfig(Listening, frozen=True, kw_only=True):
+    """Where to listen, for whom, and between which servers to choose."""
+
+    backends: Annotated[
+        tuple[str, ...],
+        says(
+            "a server to send requests to, as http://HOST:PORT",
+            lengths=(1, None),
+            flag="--backend",
+            metavar="URL",
+            is_common=True,
+        ),
+    ]
+    policy: Annotated[
+        str, says("how a server is chosen", choices=tuple(POLICIES), is_common=True)
+    ] = "first-token"
+    prefix_bytes: Annotated[
+        Size, says("memory for what each server's prefix cache is thought to hold")
+    ] = 32 << 20
 
 
 def check_serve_numbers(config: ServeConfig) -> None:

@@ -20,10 +20,12 @@ from ridgeline.observe.evidence import RunRecord
 from ridgeline.observe.requests import PromptChunks
 from ridgeline.observe.run import Run
 from ridgeline.request import RequestOutput
+from ridgeline.router.speeds import PricedSpeed
 from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.server.engine_gauges import GaugeReader
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.wire import (
+    SPEED_CONTEXT,
     Abort,
     Add,
     Admitted,
@@ -105,12 +107,20 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
         min(resolved.max_model_len, served.engine.scheduler.max_servable_tokens),
         None if served.run_record is None else _prices(served.run_record),
         tuple((phase.name, phase.seconds) for phase in startup),
+        () if served.run_record is None else _speeds(served.run_record, resolved),
     )
 
 
 def _prices(run_record: RunRecord) -> Prices:
     limits, setup = run_record.pricer.limits, run_record.pricer.setup
     return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
+
+
+def _speeds(run_record: RunRecord, resolved: ResolvedConfig) -> tuple[tuple[float, float], ...]:
+    priced = PricedSpeed(run_record.pricer, resolved.max_num_batched_tokens)
+    numbers = (1 << power >> 1 for power in range(resolved.max_num_seqs.bit_length() + 1))
+    found = (priced.beside(number, number * SPEED_CONTEXT) for number in numbers)
+    return tuple((speed.tokens_per_s, speed.step_s) for speed in found)
 
 
 class EngineLoop:

@@ -35,7 +35,7 @@ from ridgeline.server.config import DEFAULT_BUILDER, Limits, ServeConfig, check_
 from ridgeline.server.hosts import check_admin_bind, check_bind
 from ridgeline.server.http_protocol import max_open_files, protocol_class
 from ridgeline.server.outlet import drain, never_block
-from ridgeline.server.service import Service
+from ridgeline.server.service import Drained, Service
 from ridgeline.server.tracing import open_tracing
 
 BACKLOG = 2048
@@ -59,12 +59,12 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     the tokenizer, the address, the keys, or (later) the model.
     """
     never_block()
-    with _hardened():
+    with hardened():
         return _serve(config, on_listening)
 
 
 @contextmanager
-def _hardened() -> Iterator[None]:
+def hardened() -> Iterator[None]:
     """What is made here is for its owner alone, a core file would hold prompts, and who is told to
     stop ends, whatever it is at."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -122,7 +122,7 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
         say(logger, logging.INFO, f"listening on {url}")
         if on_listening is not None:
             on_listening(url)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(server.run())
 
 
@@ -178,9 +178,14 @@ def with_open_files(limits: Limits) -> Limits:
 
 def _set_options(sock: socket.socket) -> None:
     """Connections inherit these. What a client does not read must be seen by us and not vanish in
-    the kernel's buffers; a client whose machine is gone must be noticed without sending to it."""
+    the kernel's buffers."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    keep_alive(sock)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """A machine that is gone is noticed without sending to it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_OPTIONS.items():
         if hasattr(socket, name):  # each system has some of them
@@ -209,7 +214,7 @@ def uvicorn_config(limits: Limits, app: object, *, shared: bool = True) -> uvico
     )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # not on this system: the standard loop does the same, slower
@@ -238,13 +243,12 @@ class Http(uvicorn.Server):
             sock.listen(BACKLOG)
 
 
-class _Server:
-    """The event loop's main task: HTTP, engine supervisor, timekeeper, signals."""
+class Doors:
+    """The sockets of a process that serves, and its signals: the first drains, the second ends."""
 
-    def __init__(self, service: Service, sock: socket.socket, config: uvicorn.Config) -> None:
-        self._service = service
+    def __init__(self, service: Drained) -> None:
+        self._drained = service
         self._doors: list[tuple[socket.socket, uvicorn.Server]] = []
-        service.connections = self.add(sock, config).server_state.connections
         self._stop = asyncio.Event()
         self._num_signals = 0
 
@@ -254,15 +258,65 @@ class _Server:
         self._doors.append((sock, http))
         return http
 
-    async def _answer(self) -> None:
-        await asyncio.gather(*(http._serve([sock]) for sock, http in self._doors))
-
-    async def run(self) -> int:
+    def _begin(self) -> asyncio.Task[None]:
+        """Answer, and listen to signals."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_tell)
         for name in SIGNALS:
             loop.add_signal_handler(name, self._on_signal, name)
-        http = asyncio.create_task(self._answer())
+        return asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        await asyncio.gather(*(http._serve([sock]) for sock, http in self._doors))
+
+    def _on_signal(self, name: int) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            say(logger, logging.INFO, "draining; a second signal ends at once", signal=name)
+            self._drained.drain()
+            self._stop.set()
+            return
+        say(logger, logging.WARNING, "ending at once", signal=name)
+        self.kill()
+        drain()
+        os._exit(128 + name)
+
+    def kill(self) -> None:
+        """End what others do for us: this process ends now."""
+
+    async def _drain(self) -> None:
+        service = self._drained
+        deadline = service.clock.now() + service.limits.drain_s
+        while service.num_open and service.clock.now() < deadline:
+            await asyncio.sleep(POLL_S)
+        if service.num_open:
+            say(
+                logger, logging.WARNING, "the drain deadline has passed",
+                open_requests=service.num_open,
+            )  # fmt: skip
+        service.fail_all("shutting_down", "the server shut down before this was finished")
+        deadline = service.clock.now() + LAST_WORDS_S
+        while service.num_open and service.clock.now() < deadline:
+            await asyncio.sleep(POLL_S)
+
+    def _close_doors(self) -> None:
+        for _, server in self._doors:
+            server.should_exit = True
+
+
+class _Server(Doors):
+    """The event loop's main task: HTTP, engine supervisor, timekeeper, signals."""
+
+    def __init__(self, service: Service, sock: socket.socket, config: uvicorn.Config) -> None:
+        super().__init__(service)
+        self._service = service
+        service.connections = self.add(sock, config).server_state.connections
+
+    def kill(self) -> None:
+        self._service.engine.kill()
+
+    async def run(self) -> int:
+        http = self._begin()
         engine = asyncio.create_task(self._service.engine.run())
         text = asyncio.create_task(self._service.read_early())
         timekeeper = asyncio.create_task(self._service.keep_time())
@@ -276,19 +330,6 @@ class _Server:
             for task in (timekeeper, stop, text):
                 task.cancel()
             await self._close(http, engine)
-
-    def _on_signal(self, name: int) -> None:
-        self._num_signals += 1
-        if self._num_signals == 1:
-            say(logger, logging.INFO, "draining; a second signal ends at once", signal=name)
-            self._service.draining = True
-            self._service.manager.stopping()
-            self._stop.set()
-            return
-        say(logger, logging.WARNING, "ending at once", signal=name)
-        self._service.engine.kill()
-        drain()
-        os._exit(128 + name)
 
     async def _end(self, engine: asyncio.Task[None]) -> int:
         """Drain, unless there is no engine any more to finish anything."""
@@ -305,24 +346,8 @@ class _Server:
         await self._drain()
         return 0
 
-    async def _drain(self) -> None:
-        service = self._service
-        deadline = service.clock.now() + service.limits.drain_s
-        while service.num_open and service.clock.now() < deadline:
-            await asyncio.sleep(POLL_S)
-        if service.num_open:
-            say(
-                logger, logging.WARNING, "the drain deadline has passed",
-                open_requests=service.num_open,
-            )  # fmt: skip
-        service.fail_all("shutting_down", "the server shut down before this was finished")
-        deadline = service.clock.now() + LAST_WORDS_S
-        while service.num_open and service.clock.now() < deadline:
-            await asyncio.sleep(POLL_S)
-
     async def _close(self, http: asyncio.Task[None], engine: asyncio.Task[None]) -> None:
-        for _, server in self._doors:
-            server.should_exit = True
+        self._close_doors()
         await self._service.engine.stop()
         await asyncio.gather(http, engine, self._service.text.close(), return_exceptions=True)
         self._service.close()

@@ -149,9 +149,13 @@ class _Exit:
         if message["type"] == "http.response.start":
             self._started = True
             self.status = message["status"]
-            message["headers"] = [
-                *message.get("headers", ()), (b"x-request-id", self.request_id.encode())
-            ]  # fmt: skip
+            headers = list(message.get("headers", ()))
+            given = [value for name, value in headers if name == b"x-request-id"]
+            if given:  # that of the server which a router asked: its log has the rest
+                self.request_id = given[0].decode("latin-1")
+            else:
+                headers.append((b"x-request-id", self.request_id.encode()))
+            message["headers"] = headers
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:

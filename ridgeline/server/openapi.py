@@ -18,6 +18,7 @@ import ridgeline
 from ridgeline.declared import Declared, Field, declared
 from ridgeline.observe.explain import OwnReport, Report
 from ridgeline.request import MAX_STOP_LENGTH, MAX_TOKEN_ID
+from ridgeline.router.backend import Load
 from ridgeline.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -145,6 +146,7 @@ RECORDS: Mapping[str, Any] = {
     "ChatChunk": Reply[ChatPiece],
     "ModelCard": ModelCard,
     "ModelList": ModelList,
+    "Load": Load,
     "Tokens": Tokens,
     "Text": Text,
     "Report": Report,
@@ -200,6 +202,7 @@ PATHS: Mapping[str, Reference] = {
     "/detokenize": Reference("Text", BODY, "DetokenizeRequest"),
     "/health/live": Reference(_says("status", {"const": "live"})),
     "/health/ready": Reference(_says("status", {"const": "ready"}), MODEL),
+    "/load": Reference("Load", MODEL),
     "/metrics": Reference({"type": "string"}, content_type=CONTENT_TYPE),
     "/explain": Reference(
         {"anyOf": [{"$ref": REF.format(name=name)} for name in ("Report", "OwnReport")]},

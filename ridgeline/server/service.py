@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ridgeline.clock import Clock
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
+from ridgeline.router.speeds import Correction
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.config import Limits, ServeConfig
@@ -55,22 +56,48 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class Drained:
+    """What takes requests until it is told to end, and then finishes those that it has."""
+
+    def __init__(self, limits: Limits, clock: Clock) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.draining = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being read, answered or waiting."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Nothing new is taken from now on."""
+        self.draining = True
+
+    def fail_all(self, code: str, message: str) -> None:
+        """What is open ends with this error."""
+        raise NotImplementedError
+
+    def refuse_if_draining(self) -> None:
+        """Raises ApiError shutting_down."""
+        if self.draining:
+            raise ApiError("shutting_down", "the server is shutting down; try another", close=True)
+
+
+class Service(Drained):
     """The model, the engine and everything that is being served."""
 
     def __init__(self, config: ServeConfig, clock: Clock, tracing: Tracing | None = None) -> None:
+        super().__init__(config.limits, clock)
         self.config = config
-        self.limits = config.limits
-        self.clock = clock
         self.tracing = tracing
         self.admission = Admission(config.limits)
         self.aside = Admission(_aside(config.limits))  # for what is not an answer
         self.engine = EngineClient(config, clock, self.on_ready)
         self.reports = Reports(self.engine)
         self.pages = Pages()
+        self.correction = Correction()
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
-        self.draining = False
         self.open: set[ActiveRequest] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
         self.text = TextClient(config.limits.tokenizer_processes)
@@ -124,8 +151,7 @@ class Service:
     def need_model(self) -> ServedModel:
         """The model, if new work is welcome. Raises ApiError starting, shutting_down or
         engine_unavailable."""
-        if self.draining:
-            raise ApiError("shutting_down", "the server is shutting down; try another", close=True)
+        self.refuse_if_draining()
         self.engine.refuse_if_down()
         if self.model is None:
             raise ApiError("starting", "the model is still being loaded; try again soon")
@@ -137,9 +163,12 @@ class Service:
         if self.engine.is_stuck(self.clock.now()):
             raise ApiError("engine_unavailable", "the engine has made no progress for too long")
 
+    def drain(self) -> None:
+        super().drain()
+        self.manager.stopping()
+
     @property
     def num_open(self) -> int:
-        """Requests that are being read, answered or waiting."""
         return self.admission.num_requests + self.aside.num_requests
 
     def close(self) -> None:

@@ -26,9 +26,8 @@ from typing import NoReturn
 import msgspec
 from msgspec import structs
 
-from ridgeline.child import die_with_parent, harden
 from ridgeline.errors import ConfigError, RequestFault
-from ridgeline.frames import HEADER, frame, frame_length, read_exactly
+from ridgeline.server.child import die_with_parent, harden
 from ridgeline.server.text_wire import (
     ENCODE_BYTES_PER_BYTE,
     ENCODE_S,
@@ -58,6 +57,7 @@ from ridgeline.server.text_wire import (
     Stage,
     VocabularyTable,
 )
+from ridgeline.server.wire import HEADER, frame, frame_length
 from ridgeline.text.chat import MARK, ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from ridgeline.text.vocabulary import tables_of
@@ -94,10 +94,14 @@ def limited(seconds: float, memory: int) -> Iterator[None]:
 
 def read(sock: socket.socket, length: int) -> bytes:
     """Exactly so much. The process ends when the other side is gone."""
-    try:
-        return read_exactly(sock, length)
-    except EOFError:
-        os._exit(0)
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        received = sock.recv_into(view)
+        if not received:
+            os._exit(0)
+        view = view[received:]
+    return bytes(data)
 
 
 def write(sock: socket.socket, message: Answer | Done) -> None:

@@ -13,6 +13,7 @@ from ridgeline.router.speeds import PricedSpeed
 from ridgeline.simulator.report import RequestTimeline
 from ridgeline.simulator.simulation import Machine, Options, Outage, Simulation
 from ridgeline.simulator.workload import Arrival, Workload
+from tests.router.knowing import Knowing
 from tests.simulator.test_lessons import Linear
 from tests.simulator.worlds import LinearPricer
 
@@ -63,8 +64,9 @@ def shared(num_prefixes: int, rate: float, *, hot: float = 0.0, count: int = 100
 
 
 def answered(work: Workload, num_replicas: int, *outages: Outage) -> list[RequestTimeline]:
-    """What becomes of them on so many replicas."""
-    options = Options(num_replicas=num_replicas, router=FirstToken(), outages=outages)
+    """What becomes of them behind a router that knows what it sent, on so many replicas."""
+    policy = Knowing(FirstToken(), work, num_replicas)
+    options = Options(num_replicas=num_replicas, router=policy, outages=outages)
     return Simulation(MACHINE, work, options, rng=Random(1)).run().requests
 
 
@@ -94,7 +96,7 @@ def test_a_slow_replica_gets_what_it_can_do() -> None:
     work = shared(64, 20.0, count=400)
 
     def latest(policy: FirstToken | LeastLoaded) -> tuple[float, int]:
-        options = Options(num_replicas=4, router=policy)
+        options = Options(num_replicas=4, router=Knowing(policy, work, 4))
         simulation = Simulation(MACHINE, work, options, rng=Random(1))
         last = simulation.replicas[3]
         last.engine.executor.pricer = slow
@@ -111,10 +113,16 @@ def test_a_slow_replica_gets_what_it_can_do() -> None:
 def test_one_that_comes_and_goes_loses_nobody() -> None:
     flaps = [Outage(2, start, start + 0.4) for start in (0.5, 1.2, 1.9, 2.6)]
     work = shared(16, 40.0, count=200)
-    requests = answered(work, 4, *flaps)
+    requests = answered_again(work, *flaps)
     assert all(r.is_finished for r in requests)
     assert sum(r.num_retries for r in requests) > 0
     assert Counter(r.replica for r in requests)[2] < 50
+
+
+def answered_again(work: Workload, *outages: Outage) -> list[RequestTimeline]:
+    """Requests whose replica is lost come to the router twice: it sees the caches themselves."""
+    options = Options(num_replicas=4, router=FirstToken(), outages=outages)
+    return Simulation(MACHINE, work, options, rng=Random(1)).run().requests
 
 
 # ---------------------------------------------------------------------- speeds

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from ridgeline.router.speeds import FittedSpeed, ReadingSpeed, slot_wait_s
+from ridgeline.router.speeds import Correction, FittedSpeed, ReadingSpeed, slot_wait_s
 
 
 def test_nothing_seen_nothing_known() -> None:
@@ -37,6 +37,18 @@ def test_equal_prompts_are_foretold_exactly() -> None:
     for _ in range(9):
         fitted.saw(100, 0.5)
     assert 100 / fitted.speed.tokens_per_s + fitted.speed.step_s == pytest.approx(0.5, rel=0.01)
+
+
+def test_one_slow_step_is_forgotten_and_slow_steps_are_not() -> None:
+    once, always = Correction(), Correction()
+    assert once.ratio(0.0, 0.0, 0.0) == 1.0
+    assert once.ratio(1.0, 3.0, 0.01) == pytest.approx(4 / 1.01)
+    assert once.ratio(61.0, 3.0, 0.01) == pytest.approx(1.0, abs=0.06)
+    ratio = 1.0
+    for second in range(100):
+        ratio = always.ratio(float(second), 2.0 * second, 1.0 * second)
+    assert ratio == pytest.approx(2.0, rel=0.05)
+    assert always.ratio(100.0, 0.1, 0.1) > 1, "the engine was started again"
 
 
 def test_who_comes_behind_full_slots_waits_for_one_to_be_free() -> None:

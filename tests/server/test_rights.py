@@ -29,6 +29,7 @@ EXPECTED = {
     "/detokenize": "tokenize",
     "/health/live": OPEN,
     "/health/ready": OPEN,
+    "/load": ANY,
     "/metrics": "metrics",
     "/explain": "explain",
     "/openapi.json": ANY,

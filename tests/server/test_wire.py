@@ -7,7 +7,6 @@ import pytest
 from msgspec import structs
 
 from ridgeline.config import EngineConfig
-from ridgeline.frames import BrokenWire, frame, frame_length
 from ridgeline.request import (
     MAX_STOP_TOKEN_IDS,
     FinishReason,
@@ -18,6 +17,9 @@ from ridgeline.request import (
 )
 from ridgeline.server import wire
 from ridgeline.server.wire import (
+    BrokenWire,
+    frame,
+    frame_length,
     pack_add,
     read_command,
     read_event,
