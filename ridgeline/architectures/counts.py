@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import gcd
 
 from ridgeline.architectures.parts import Part, norm_roles, parts, products
 from ridgeline.architectures.quantization_scheme import Scheme
-from ridgeline.architectures.shares import fullest_share, held_copies
+from ridgeline.architectures.shares import fullest_share, held_copies, own_share
 from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -126,6 +128,9 @@ def _kept_bytes(layer: LayerSpec, part: Part, dtype_bytes: int, ranks: int = 1) 
     """The same of one matrix."""
     rows, columns = fullest_share(part, layer, CHECKPOINT, ranks)
     scheme = layer.scheme_of(part.role)
+    if scheme is not None and scheme.keeps == "codes" and part.split == "columns" and ranks > 1:
+        starts = (own_share(part, layer, CHECKPOINT, rank, ranks).start for rank in range(ranks))
+        scheme = replace(scheme, group=gcd(scheme.group, *starts) if scheme.group else 0)
     bits = None if scheme is None else scheme.kept_bits
     if scheme is None or bits is None:
         return rows * columns * dtype_bytes, 0

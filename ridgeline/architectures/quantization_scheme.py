@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd, lcm
 
 from ridgeline.errors import check
 from ridgeline.registry import opened
@@ -190,6 +191,19 @@ def tensors_of(scheme: Scheme) -> tuple[Raw, ...]:
     """All tensors of one such matrix."""
     found: tuple[Raw, ...] = opened(format_of(scheme).tensors)(scheme)
     return found
+
+
+@cache
+def cut_steps(scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns at multiples of which a matrix, with all that stands beside it, can be cut:
+    no word and no group is then in two parts."""
+    needed = (raw for raw in tensors_of(scheme) if raw.is_read and not raw.is_optional)
+    dims = [dim for raw in needed for dim in raw.dims]
+    rows, columns = (
+        lcm(*(lcm(dim.step, dim.over // gcd(dim.times, dim.over)) for dim in dims if dim.of == of))
+        for of in ("rows", "columns")
+    )
+    return rows, columns
 
 
 def format_of(scheme: Scheme) -> CheckpointFormat:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from ridgeline.architectures.parts import Part
-from ridgeline.architectures.quantization_scheme import tensors_of
+from ridgeline.architectures.quantization_scheme import cut_steps
 from ridgeline.architectures.spec import LayerSpec
 from ridgeline.formats import CHECKPOINT, weight_line
 
@@ -108,16 +108,7 @@ def _steps(layer: LayerSpec, weight_format: str, role: str) -> tuple[int, int]:
         line = weight_line(weight_format)
         return line.group_rows, line.group or 1
     scheme = layer.scheme_of(role)
-    if scheme is None or not scheme.keeps:
-        return 1, 1
-    dims = [
-        dim for raw in tensors_of(scheme) if raw.is_read and not raw.is_optional for dim in raw.dims
-    ]
-    rows, columns = (
-        lcm(*(lcm(dim.step, dim.over // gcd(dim.times, dim.over)) for dim in dims if dim.of == of))
-        for of in ("rows", "columns")
-    )
-    return rows, columns
+    return (1, 1) if scheme is None or not scheme.keeps else cut_steps(scheme)
 
 
 # ------------------------------------------------------------------------ parameters

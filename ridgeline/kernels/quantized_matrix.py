@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 
@@ -57,6 +58,28 @@ class QuantizedMatrix:
     @property
     def groups(self) -> int:
         return num_groups(self.inputs, self.group)
+
+    def behind(self, column: int) -> QuantizedMatrix:
+        """Its columns from this one on, the first of a byte; if it cuts a group, all groups become
+        so much smaller that it does not."""
+        if not column:
+            return self
+        size = gcd(self.group, column) if self.group else 0
+
+        def kept(beside_OG: torch.Tensor) -> torch.Tensor:
+            if not size:
+                return beside_OG
+            smaller_OG = beside_OG.repeat_interleave(self.group // size, 1)[:, column // size :]
+            return smaller_OG[:, : num_groups(self.inputs - column, size)].contiguous()
+
+        return QuantizedMatrix(
+            self.codes[:, column * self.bits // 8 :].contiguous(),
+            kept(self.scale),
+            None if self.zero is None else kept(self.zero),
+            self.inputs - column,
+            self.bits,
+            size,
+        )
 
     @property
     def middle(self) -> int:

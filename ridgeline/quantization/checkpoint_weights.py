@@ -17,6 +17,7 @@ import torch
 from ridgeline.architectures.quantization_scheme import (
     Raw,
     Scheme,
+    cut_steps,
     raw_name,
     tensors_of,
 )
@@ -79,7 +80,7 @@ class CheckpointWeights(PlainWeights):
         return tensors_read(spec)
 
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> WeightFormat:
-        """ConfigError if a share begins within a group or a word."""
+        """ConfigError if a share begins within a block or a word."""
         shares = [self._stored(share) for share in shares]
         scheme = [self._known.get(share.name) for share in shares]
         if not any(scheme):
@@ -284,18 +285,24 @@ class _Matrix:
                 f"{share.name} has columns in an order of their own (act-order) and cannot be"
                 " split over devices; serve it on one, or with weight_format plain"
             )
-        starts = {"rows": share.first_row, "columns": share.first_column}
-        for dim in (dim for raw in self.raws() for dim in raw.dims if dim.of):
-            if not dim.divides(starts[dim.of]):
-                raise ConfigError(
-                    f"{share.name}, stored as {scheme.text}, cannot be split over so many"
-                    " devices: a share would begin within a group or a word; use fewer, or"
-                    " weight_format plain"
-                )
+        rows, columns = cut_steps(scheme)
+        is_even = self.lead * scheme.bits % 8 == 0
+        if share.first_row % rows or (share.first_column - self.lead) % columns or not is_even:
+            raise ConfigError(
+                f"{share.name}, stored as {scheme.text}, cannot be split over so many devices: a"
+                " share would begin within a block or a word; use fewer, or weight_format plain"
+            )
+
+    @property
+    def lead(self) -> int:
+        """Columns in front of the share that are read because its first group has them too."""
+        if self.scheme is None or self.scheme.keeps != "codes":
+            return 0
+        return self.share.first_column % cut_steps(self.scheme)[1]
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> Parameters:
         """Room for its tensors."""
-        shape = self.share.num_rows, self.share.num_columns
+        shape = self.share.num_rows, self.lead + self.share.num_columns
         if self.scheme is None:
             return {ASIS: torch.empty(shape, dtype=dtype, device=device)}
         return {
@@ -307,7 +314,7 @@ class _Matrix:
         """What is copied where."""
         share = self.share
         what = "rows" if share.has_all_columns else "columns"
-        first = share.first_row if share.has_all_columns else share.first_column
+        first = share.first_row if share.has_all_columns else share.first_column - self.lead
         if self.scheme is None:
             yield Piece(share.name, tensors[ASIS], 0 if what == "rows" else 1, first)
         for raw in self.raws():
@@ -320,9 +327,11 @@ class _Matrix:
             return tensors[ASIS]
         share = self.share
         try:
-            return read_matrix(self.scheme, tensors, share.num_rows, share.num_columns)
+            columns = self.lead + share.num_columns
+            found = read_matrix(self.scheme, tensors, share.num_rows, columns)
         except ConfigError as error:
             raise ConfigError(f"{share.name}: {error}") from None
+        return found.behind(self.lead) if isinstance(found, QuantizedMatrix) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,19 +119,27 @@ def ordered(matrix: QuantizedMatrix, groups_I: torch.Tensor) -> Ordered:
 def split_words(words_RW: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unsigned codes one behind the other, [R, count] uint8; they may cross words."""
     if bits == 8:
-        return words_RW.contiguous().view(torch.uint8)[:, :count]
+        return _bytes_of(words_RW)[:, :count]
     if bits in (2, 4):
-        codes = words_RW.contiguous().view(torch.uint8)
+        codes = _bytes_of(words_RW)
         places = [codes >> at & ((1 << bits) - 1) for at in range(0, 8, bits)]
         return torch.stack(places, -1).flatten(1)[:, :count]
     signed = unpack_bits(words_RW, bits, count).to(torch.int16)
     return (signed + (1 << (bits - 1))).to(torch.uint8)
 
 
+def _bytes_of(words_RW: torch.Tensor) -> torch.Tensor:
+    """A row of one word counts as contiguous whatever its stride is, and has no view as bytes."""
+    words_RW = words_RW.contiguous()
+    if words_RW.stride(-1) != 1:
+        words_RW = words_RW.clone(memory_format=torch.contiguous_format)
+    return words_RW.view(torch.uint8)
+
+
 def codes_of(words_RW: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """The same as bytes of a QuantizedMatrix; those of 4 and 8 bits are such bytes already."""
     if bits in (4, 8):
-        return words_RW.contiguous().view(torch.uint8)[:, : -(-count * bits // 8)]
+        return _bytes_of(words_RW)[:, : -(-count * bits // 8)]
     wide = widened(split_words(words_RW, bits, count), bits)
     return join_bytes(wide, 4 if bits < 4 else 8)
 

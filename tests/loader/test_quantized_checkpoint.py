@@ -312,20 +312,3 @@ def test_a_rank_reads_its_share(name: str, rank: int) -> None:
         for one, plain in pairs:
             got = one.format.dequantize(one.parameters).float()
             assert torch.equal(got, plain.format.dequantize(plain.parameters)), one.parts
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("gptq-4-order", "act-order"),
-        ("fp8-blocks", "begin within a group"),
-        ("awq-4", "begin within a group"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_with_the_way_out(name: str, why: str) -> None:
-    spec = read_spec(read_config(FILES / name))
-    with pytest.raises(ConfigError, match=why) as raised:
-        build_decoder(
-            spec, placement=Placement(1, 2, Alone()), max_model_len=64, weight_format=CHECKPOINT
-        )
-    assert "weight_format plain" in str(raised.value)

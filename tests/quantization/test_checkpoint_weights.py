@@ -136,10 +136,18 @@ def test_ranks_hold_shares_of_codes(layout: str, by_columns: bool) -> None:
         assert torch.equal(made.format.dequantize(made.parameters), half)
 
 
-def test_a_share_that_begins_within_a_group_is_refused() -> None:
+@pytest.mark.parametrize("layout", ["awq", "gptq_v2", "pack-quantized"])
+def test_a_share_that_begins_within_a_group_has_smaller_groups(layout: str) -> None:
+    """Columns 24 on, of groups of 16: groups of 8, of which the first is half of one."""
     case = make_case(4, inputs=48)
-    with pytest.raises(ConfigError, match=r"o.weight, stored as awq, .* cannot be split"):
-        layer([("o", *scheme_of(case, "awq"))], rank=1, size=2, by_columns=True, inputs=48)
+    own = layer([("o", *scheme_of(case, layout))], rank=1, size=2, by_columns=True, inputs=48)
+    assert torch.equal(own.format.dequantize(own.parameters), case.weight[:, 24:])
+
+
+def test_a_share_that_begins_within_a_word_or_block_is_refused() -> None:
+    case = make_case(4, outputs=24)
+    with pytest.raises(ConfigError, match=r"o.weight, stored as awq, .* within a block or a word"):
+        layer([("o", *scheme_of(case, "awq"))], rank=1, size=2, rows=24)
 
 
 def test_tensors_that_contradict_the_config_are_refused_by_name() -> None:
