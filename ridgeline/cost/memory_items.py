@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ridgeline.architectures.counts import layer_scale_bytes, vocabulary_bytes
-from ridgeline.architectures.parts import Part, parts
+from ridgeline.architectures.parts import Part, norm_roles, parts
 from ridgeline.architectures.shares import fullest_share, held_copies
 from ridgeline.architectures.spec import LayerSpec, ModelSpec
 from ridgeline.cost.setup import Layout, Precision
@@ -53,6 +53,8 @@ def _stage_items(
     is_first, is_last = stage == 0, stage == layout.pp - 1
     size, tp = precision.dtype_bytes, layout.tp
     vocabulary, of_vocabulary = vocabulary_bytes(spec, size, precision.weights, tp)
+    positions = spec.learned_positions * spec.hidden_size * size
+    last_norm = len(norm_roles(spec.norm_kind, "norm")) * spec.hidden_size * size
     held = dict.fromkeys(LAYER_ITEMS, 0)  # bits
     for layer, count in counts.items():
         held["norms"] += count * layer.unlisted * 8 * size
@@ -66,11 +68,14 @@ def _stage_items(
     has_head = is_last and not spec.tie_embeddings
     scales += of_vocabulary * (has_embedding + has_head)
     amounts = (
-        (vocabulary if has_embedding else 0, f"{spec.vocab_size} x {spec.hidden_size}"),
+        (
+            (vocabulary if has_embedding else 0) + is_first * positions,
+            f"{spec.vocab_size} x {spec.hidden_size}",
+        ),
         (held["attention"] // 8, "q, k, v and output matrices"),
         (held["feed-forward"] // 8, "gate, up and down matrices"),
         (held["experts"] // 8, "gate, up and down matrices of all experts"),
-        (held["norms"] // 8 + is_last * spec.hidden_size * size, "norms, biases and routers"),
+        (held["norms"] // 8 + is_last * last_norm, "norms, biases and routers"),
         (vocabulary if has_head else 0, "output matrix"),
         (scales, f"of {precision.weights} weights"),
     )

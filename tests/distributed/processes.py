@@ -18,44 +18,53 @@ TIMEOUT_S = 120.0
 
 
 class Ranks:
-    """`run(job, *args)` calls `job(placement, *args)` on every rank at once and returns what each
-    made of it. Jobs are functions of modules. A rank that fails ends the others' waiting."""
+    """`run(job, *args, size=n)` calls `job(placement, *args)` on the first n ranks at once and
+    returns what each made of it. Jobs are functions of modules. A rank that fails ends, and with it
+    the others' waiting."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, most: int) -> None:
         context = multiprocessing.get_context("spawn")
-        listener = socket.create_server(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        listeners = {n: socket.create_server(("127.0.0.1", 0)) for n in range(2, most + 1)}
+        addresses = {n: f"127.0.0.1:{one.getsockname()[1]}" for n, one in listeners.items()}
         self._links: list[Connection] = []
         self._processes = []
-        for rank in range(1, size):
+        for rank in range(1, most):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, address), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, addresses), daemon=True)
             process.start()
             there.close()
             self._links.append(here)
             self._processes.append(process)
-        self.collective = open_collective(
-            "gloo", 0, size, address, listener=listener, timeout_s=TIMEOUT_S
-        )
-        self.placement = Placement(0, size, self.collective)
+        self._placements = {
+            size: Placement(
+                0,
+                size,
+                open_collective(
+                    "gloo", 0, size, address, listener=listeners[size], timeout_s=TIMEOUT_S
+                ),
+            )
+            for size, address in addresses.items()
+        }
 
-    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        for link in self._links:
-            link.send((job, args))
+    def run(self, job: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
+        links = self._links[: size - 1]
+        for link in links:
+            link.send((job, args, size))
         try:
-            mine = job(self.placement, *args)
+            mine = job(self._placements[size], *args)
         except Exception as error:
-            told = [self._answer(link) for link in self._links]
+            _close(self._placements)  # others wait no longer
+            told = [self._answer(link) for link in links]
             others = "\n".join(text for is_well, text in told if not is_well)
             raise AssertionError(f"rank 0 failed: {error!r}\n{others}") from error
         answers = [mine]
-        for is_well, answer in map(self._answer, self._links):
+        for is_well, answer in map(self._answer, links):
             assert is_well, answer
             answers.append(answer)
         return answers
 
     def close(self) -> None:
-        self.collective.close()
+        _close(self._placements)
         for link in self._links:
             link.close()
         for process in self._processes:
@@ -72,18 +81,29 @@ class Ranks:
         return found
 
 
-def _serve(link: Connection, rank: int, size: int, address: str) -> None:
+def _serve(link: Connection, rank: int, addresses: dict[int, str]) -> None:
     torch.set_num_threads(1)
-    collective = open_collective("gloo", rank, size, address, timeout_s=TIMEOUT_S)
-    placement = Placement(rank, size, collective)
+    placements = {
+        size: Placement(
+            rank, size, open_collective("gloo", rank, size, address, timeout_s=TIMEOUT_S)
+        )
+        for size, address in addresses.items()
+        if rank < size
+    }
     while True:
         try:
-            job, args = link.recv()
+            job, args, size = link.recv()
         except EOFError:
             break
         try:
-            link.send((True, job(placement, *args)))
+            link.send((True, job(placements[size], *args)))
         except Exception:
             link.send((False, f"rank {rank} failed: {traceback.format_exc()}"))
             break
-    collective.close()
+    _close(placements)
+
+
+def _close(placements: dict[int, Placement]) -> None:
+    for placement in placements.values():
+        if placement.collective is not None:
+            placement.collective.close()
