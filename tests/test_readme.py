@@ -190,10 +190,15 @@ def test_the_python_example_prints_what_is_shown() -> None:
     assert out.getvalue().split() == printed.split()
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Of the server that the README starts, on a free port; it must end well at SIGTERM."""
-    command = f"{only('serve')} --port 0"
+SERVERS = [
+    one for one in commands("ridgeline") if one.split()[1] == "serve" and not HUB_ID.search(one)
+]
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a server that the README starts, on a free port; it must end well at SIGTERM."""
+    command = f"{request.param} --port 0"
     with subprocess.Popen(
         argv(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env=environment(), cwd=ROOT,
