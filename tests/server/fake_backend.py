@@ -142,6 +142,8 @@ class FakeBackend:
 class Routed:
     """A router, seen from both sides."""
 
+    loop: asyncio.AbstractEventLoop  # the router's
+
     def __init__(self, service: RouterService, url: str) -> None:
         self.service = service
         self.url = url
@@ -168,7 +170,10 @@ def routing(
     sock = listen("127.0.0.1", 0)
     http = Http(uvicorn_config(config.limits, make_route_app(service, config)))
 
+    routed = Routed(service, url_of(sock))
+
     async def serve() -> None:
+        routed.loop = asyncio.get_running_loop()
         service.begin()
         await http._serve([sock])
         await service.close()
@@ -179,7 +184,6 @@ def routing(
 
     thread = threading.Thread(target=run)
     thread.start()
-    routed = Routed(service, url_of(sock))
     try:
         if wait:
             until(lambda: all(one.is_up for one in service.backends), "all backends to be up")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -289,3 +290,88 @@ def test_who_drains_takes_nothing_new() -> None:
         assert routed.http.get("/health/ready").status_code == 503
         assert routed.ask().json()["error"]["code"] == "shutting_down"
         assert routed.http.get("/health/live").status_code == 200
+
+
+def test_open_answers_are_finished_and_what_is_left_at_the_end_is_told() -> None:
+    go_on = threading.Event()
+
+    def script(body: dict[str, Any]) -> Parts:
+        yield STREAM_HEAD + chunk(b"data: 1\n\n")
+        go_on.wait(20)
+        if body["prompt"] == "finishes":
+            yield chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+        else:
+            threading.Event().wait(20)
+
+    with routing(FakeBackend(script)) as routed:
+        body = {"model": "m", "stream": True}
+        post = ("POST", "/v1/completions")
+        with (
+            routed.http.stream(*post, json=body | {"prompt": "finishes"}) as first,
+            routed.http.stream(*post, json=body | {"prompt": "does not"}) as second,
+        ):
+            pieces = first.iter_raw(), second.iter_raw()
+            assert [next(one) for one in pieces] == [b"data: 1\n\n"] * 2
+            routed.service.drain()
+            go_on.set()
+            assert b"".join(pieces[0]) == b"data: [DONE]\n\n"
+            assert routed.service.num_open == 1
+            routed.loop.call_soon_threadsafe(routed.service.fail_all, "shutting_down", "")
+            assert b"shutting_down" in b"".join(pieces[1])
+        until(lambda: not routed.service.num_open, "nothing to be open")
+
+
+# ---------------------------------------------------------------------- slow ones
+
+
+def test_a_backend_whose_first_token_is_far_too_late_is_left_in_peace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend_module, "LATE_S", 0.1)
+    monkeypatch.setattr(backend_module, "LATE_MULTIPLE", 0.0)
+    go_on = threading.Event()
+
+    def script(body: dict[str, Any]) -> Parts:
+        yield STREAM_HEAD + chunk(b": still here\n\n")  # a comment is no token
+        go_on.wait(20)
+        yield chunk(b"data: 1\n\n") + b"0\r\n\r\n"
+
+    slow = FakeBackend(script, load=LOAD)
+    with routing(slow, other := FakeBackend(fine, load=LOAD | {"running": 5})) as routed:
+        body = {"model": "m", "prompt": "x", "stream": True}
+        with routed.http.stream("POST", "/v1/completions", json=body) as got:
+            pieces = got.iter_raw()
+            assert next(pieces) == b": still here\n\n"
+            until(lambda: routed.backend(slow).breaker.is_open, "the breaker to open")
+            assert routed.ask().json() == {"text": "fine"}
+            go_on.set()
+            assert b"".join(pieces) == b"data: 1\n\n", "its own answer is still waited for"
+        assert len(other.seen) == 1
+        assert not routed.backend(slow).breaker.is_open
+
+
+def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    def endless(body: dict[str, Any]) -> Parts:
+        yield STREAM_HEAD
+        while True:
+            yield chunk(b"data: more\n\n" * 5000)
+
+    with routing(fake := FakeBackend(endless), limits={"write_timeout_s": 0.3}) as routed:
+        body = {"model": "m", "prompt": "x", "stream": True}
+        with routed.http.stream("POST", "/v1/completions", json=body):
+            until(lambda: fake.num_gone == 1, "the backend to be let go")
+            assert not routed.backend(fake).open
+
+
+def test_keys_of_the_router_are_asked_for_and_passed_on(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-alice name=alice\nkey-of-prometheus rights=metrics\n")
+    with routing(fake := FakeBackend(fine), api_key_file=str(keys)) as routed:
+        assert routed.ask().status_code == 401
+        routed.http.headers["authorization"] = "Bearer key-of-prometheus"
+        assert routed.ask().status_code == 403
+        assert routed.http.get("/metrics").status_code == 200
+        routed.http.headers["authorization"] = "Bearer key-of-alice"
+        assert routed.http.get("/metrics").status_code == 403
+        assert routed.ask().status_code == 200
+        assert "Bearer key-of-alice" in fake.heads[0]
