@@ -22,7 +22,7 @@ from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import Beside, InputNorm, multiply_into
+from ridgeline.kernels.small_linear import Beside, Ends, InputNorm, multiply_into
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
 from ridgeline.kernels.tile_linear import can_tile, tile_linear
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
@@ -67,12 +67,9 @@ def fp8_linear(
     silu: bool = False,
     norm: InputNorm | None = None,
     sum_MK: torch.Tensor | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
+    **ends: Unpack[Ends],
 ) -> torch.Tensor:
     """y @ W.T + bias + residual, [M, O] in the dtype of x, accumulated in float32; if `gated`,
     silu of the first half times the second instead of the product. y is x, or silu(gate) * up
@@ -82,40 +79,20 @@ def fp8_linear(
     check(sum_MK is None or norm is not None, "a sum is normed")
     rows = x_MW.shape[0]
     if rows == 0 or not takes_e4m3(x_MW, weight):
-        y_MN = by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, bias_N)
-        return _ends(y_MN, gated, residual_MO, out_MO)
+        y_MN = by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, ends.get("bias_N"))
+        return _ended(y_MN, **ends)
     if keeps_rows(x_MW, weight):
         x_MK, norm = _few_rows(x_MW, silu, norm, sum_MK, pdl)
-        residual = residual_MO is not None
+        gated, residual = ends.get("gated", False), ends.get("residual_MO") is not None
         tile = _few_tile(x_MK, weight, kind_of(norm=True, gated=gated, residual=residual))
         if norm is None or tile is None:
             x_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
             norm = None
             tile = _few_tile(x_MK, weight, kind_of(gated=gated, residual=residual))
-        outputs, inputs = weight.codes_NK.shape
-        return fp8_by_tile(
-            x_MK,
-            weight,
-            tile or untuned_tile(rows, outputs, inputs),
-            norm=norm,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            workspace=workspace,
-            pdl=pdl,
-        )
-    return fp8_product(
-        quantize_rows(x_MW, silu=silu, norm=norm, residual_MK=sum_MK, pdl=pdl),
-        weight,
-        x_MW.dtype,
-        bias_N=bias_N,
-        gated=gated,
-        residual_MO=residual_MO,
-        out_MO=out_MO,
-        workspace=workspace,
-        pdl=pdl,
-    )
+        tile = tile or untuned_tile(rows, *weight.codes_NK.shape)
+        return fp8_by_tile(x_MK, weight, tile, norm=norm, workspace=workspace, pdl=pdl, **ends)
+    codes = quantize_rows(x_MW, silu=silu, norm=norm, residual_MK=sum_MK, pdl=pdl)
+    return fp8_product(codes, weight, x_MW.dtype, workspace=workspace, pdl=pdl, **ends)
 
 
 def fp8_by_tile(
@@ -159,61 +136,39 @@ def fp8_product(
     weight: Fp8Matrix,
     dtype: torch.dtype,
     *,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
+    **ends: Unpack[Ends],
 ) -> torch.Tensor:
     """(rows @ W.T) + bias, gate and residual of the rounded numbers, [M, O] in `dtype`; the
     library's product is rounded to bfloat16 before that. Sizes as `takes_e4m3` wants them."""
-    kind = kind_of(gated=gated, residual=residual_MO is not None)
-    beside = Beside(bias_N=bias_N, gated=gated, residual_MO=residual_MO, out_MO=out_MO)
+    gated, early = ends.get("gated", False), pdl is not False
+    scales = Scales(weight.scale_N, rows.scale_M)
+    kind = kind_of(gated=gated, residual=ends.get("residual_MO") is not None)
     tile = _own_tile(rows.codes_MK.shape[0], weight, kind)
     if tile is not None and tile.stream:
         if can_stream(rows.codes_MK, weight.codes_NK):
             return stream_linear(
-                rows.codes_MK,
-                weight.codes_NK,
-                tile=tile,
-                scales=Scales(weight.scale_N, rows.scale_M),
-                dtype=dtype,
-                pdl=pdl is not False,
-                **beside,
-            )
+                rows.codes_MK, weight.codes_NK, tile=tile, scales=scales, dtype=dtype, pdl=early,
+                **ends,
+            )  # fmt: skip
         tile = untuned_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
     if tile is not None and tile.wgmma:
         if can_tile(rows.codes_MK, weight.codes_NK, gated=gated):
             return tile_linear(
-                rows.codes_MK,
-                weight.codes_NK,
-                tile=tile,
-                scales=Scales(weight.scale_N, rows.scale_M),
-                dtype=dtype,
-                bias_N=bias_N,
-                gated=gated,
-                residual_MO=residual_MO,
-                out_MO=out_MO,
-                pdl=pdl is not False,
-            )
+                rows.codes_MK, weight.codes_NK, tile=tile, scales=scales, dtype=dtype, pdl=early,
+                **ends,
+            )  # fmt: skip
         tile = None
     if tile is not None:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
 
         return fp8_linear_triton(
-            rows.codes_MK,
-            weight,
-            tile=tile,
-            x_scale_M=rows.scale_M,
-            dtype=dtype,
-            workspace=workspace,
-            pdl=pdl,
-            **beside,
-        )
-    y_MN = library_product(rows, weight).to(dtype)
-    y_MN = y_MN if bias_N is None else y_MN.add_(bias_N)
-    return _ends(y_MN, gated, residual_MO, out_MO)
+            rows.codes_MK, weight, tile=tile, x_scale_M=rows.scale_M, dtype=dtype,
+            workspace=workspace, pdl=pdl, **ends,
+        )  # fmt: skip
+    y_MN, bias_N = library_product(rows, weight).to(dtype), ends.get("bias_N")
+    return _ended(y_MN if bias_N is None else y_MN.add_(bias_N), **ends)
 
 
 def library_product(
@@ -265,13 +220,10 @@ def _few_rows(
     return add_norm(x_MW, sum_MK, norm.weight_K, norm.eps), None
 
 
-def _ends(
-    y_MN: torch.Tensor,
-    gated: bool,
-    residual_MO: torch.Tensor | None,
-    out_MO: torch.Tensor | None,
-) -> torch.Tensor:
-    y_MO = silu_mul(y_MN) if gated else y_MN
+def _ended(y_MN: torch.Tensor, **ends: Unpack[Ends]) -> torch.Tensor:
+    """A product that has its bias, by kernels of their own."""
+    residual_MO, out_MO = ends.get("residual_MO"), ends.get("out_MO")
+    y_MO = silu_mul(y_MN) if ends.get("gated", False) else y_MN
     y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
     return y_MO if out_MO is None else out_MO.copy_(y_MO)
 

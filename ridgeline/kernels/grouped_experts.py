@@ -170,16 +170,9 @@ def grouped_experts(
         tokens = IN_ANY_BATCH if in_any_batch else x_TE.shape[0]
         cut = choose_cut(tokens, experts_TA.shape[1], gate_up, down)
         return grouped_experts_triton(
-            x_TE,
-            weights_TA,
-            experts_TA,
-            gate_up,
-            down,
-            activation,
-            cut=cut,
-            residual_TE=residual_TE,
-            load_X=load_X,
-        )
+            x_TE, weights_TA, experts_TA, gate_up, down, activation, cut=cut,
+            residual_TE=residual_TE, load_X=load_X,
+        )  # fmt: skip
     if load_X is not None:
         load_X += torch.bincount(experts_TA.flatten(), minlength=len(load_X))
     y_TE = grouped_experts_reference(x_TE, weights_TA, experts_TA, gate_up, down, activation)

@@ -64,15 +64,9 @@ class GpuInt8(WeightLayout):
         if residual_TO is not None and not _is_aligned(residual_TO):
             return None
         return int8_linear(
-            x_TI,
-            int8_of(parameters),
-            norm=fusion.norm,
-            sum_MK=fusion.sum_TI,
-            bias_N=bias_O,
-            gated=fusion.is_gated,
-            residual_MO=residual_TO,
-            out_MO=residual_TO,
-        )
+            x_TI, int8_of(parameters), norm=fusion.norm, sum_MK=fusion.sum_TI, bias_N=bias_O,
+            gated=fusion.is_gated, residual_MO=residual_TO, out_MO=residual_TO,
+        )  # fmt: skip
 
     def linear_into(
         self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor

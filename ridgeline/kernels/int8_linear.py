@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict
+from typing import Unpack
 
 import torch
 
@@ -23,7 +23,7 @@ from ridgeline.kernels.fp8_linear import MAX_UNTUNED_ROWS, Fp8Matrix, by_tiles, 
 from ridgeline.kernels.fp8_linear import untuned_tile as fp8_untuned_tile
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows
 from ridgeline.kernels.rms_norm import add_norm
-from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.small_linear import Ends, InputNorm
 from ridgeline.kernels.stream_linear import (
     INT8,
     MOST_INT8,
@@ -90,44 +90,27 @@ def int8_linear(
     *,
     norm: InputNorm | None = None,
     sum_MK: torch.Tensor | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     pdl: bool = True,
+    **ends: Unpack[Ends],
 ) -> torch.Tensor:
     """y @ W.T + bias + residual, [M, O] in the dtype of x; if `gated`, silu of the first half times
     the second instead of the product. y is x, or rms_norm(x), or that of its sum with `sum_MK`,
     which becomes the sum. `out_MO` may be `residual_MO`."""
     check(sum_MK is None or norm is not None, "a sum is normed")
     x_MK = _in_rows(x_MK)
+    gated, out_MO = ends.get("gated", False), ends.get("out_MO")
     if x_MK.shape[0] == 0:
         return _nothing(x_MK, weight, gated) if out_MO is None else out_MO
     if x_MK.shape[0] > MAX_FEW or x_MK.dtype != torch.bfloat16:
-        return int8_product(
-            quantize_rows(x_MK, norm=norm, residual_MK=sum_MK, dtype=INT8, pdl=pdl),
-            weight,
-            x_MK.dtype,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            pdl=pdl,
-        )
+        codes = quantize_rows(x_MK, norm=norm, residual_MK=sum_MK, dtype=INT8, pdl=pdl)
+        return int8_product(codes, weight, x_MK.dtype, pdl=pdl, **ends)
     if sum_MK is not None and norm is not None:
         x_MK, norm = add_norm(x_MK, sum_MK, norm.weight_K, norm.eps), None
-    kind = kind_of(norm=norm is not None, gated=gated, residual=residual_MO is not None)
+    residual = ends.get("residual_MO") is not None
+    kind = kind_of(norm=norm is not None, gated=gated, residual=residual)
+    tile, scales = few_tile(x_MK.shape[0], weight, kind), Scales(weight.scale_N)
     return stream_linear(
-        x_MK,
-        weight.codes_NK,
-        tile=few_tile(x_MK.shape[0], weight, kind),
-        norm=norm,
-        bias_N=bias_N,
-        gated=gated,
-        residual_MO=residual_MO,
-        out_MO=out_MO,
-        scales=Scales(weight.scale_N),
-        pdl=pdl,
+        x_MK, weight.codes_NK, tile=tile, norm=norm, scales=scales, pdl=pdl, **ends
     )
 
 
@@ -147,28 +130,17 @@ def invariant_int8_linear(
     return int8_product(rows, weight, x_MK.dtype, bias_N=bias_N, out_MO=out_MO)
 
 
-class _Ends(TypedDict):
-    tile: Tile
-    bias_N: torch.Tensor | None
-    gated: bool
-    residual_MO: torch.Tensor | None
-    out_MO: torch.Tensor
-    scales: Scales
-    pdl: bool
-
-
 def int8_product(
     rows: QuantizedRows,
     weight: Int8Matrix,
     dtype: torch.dtype,
     *,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     pdl: bool = True,
+    **ends: Unpack[Ends],
 ) -> torch.Tensor:
     """(rows @ W.T) + bias, gate and residual of the rounded numbers, [M, O] in `dtype`."""
+    gated, residual_MO = ends.get("gated", False), ends.get("residual_MO")
+    out_MO = ends.get("out_MO")
     count, outputs = rows.codes_MK.shape[0], weight.codes_NK.shape[0]
     width = outputs // 2 if gated else outputs
     if out_MO is None:
@@ -177,19 +149,11 @@ def int8_product(
     for part in pieces(count):
         codes_MK, scale_M = rows.codes_MK[part], rows.scale_M[part]
         tile = rounded_tile(codes_MK.shape[0], weight, kind)
-        beside: _Ends = {
-            "tile": tile,
-            "bias_N": bias_N,
-            "gated": gated,
-            "residual_MO": None if residual_MO is None else residual_MO[part],
-            "out_MO": out_MO[part],
-            "scales": Scales(weight.scale_N, scale_M),
-            "pdl": pdl,
-        }
-        if tile.stream:
-            stream_linear(codes_MK, weight.codes_NK, **beside)
-        else:
-            tile_linear(codes_MK, weight.codes_NK, **beside)
+        ends["residual_MO"] = None if residual_MO is None else residual_MO[part]
+        ends["out_MO"] = out_MO[part]
+        product = stream_linear if tile.stream else tile_linear
+        scales = Scales(weight.scale_N, scale_M)
+        product(codes_MK, weight.codes_NK, tile=tile, scales=scales, pdl=pdl, **ends)
     return out_MO
 
 

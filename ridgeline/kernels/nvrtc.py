@@ -147,19 +147,11 @@ def tensor_map(
     made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGNMENT)
     rank = len(sizes)
     code = cuda_driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made),
-        MAP_TYPES[dtype if dtype in MAP_TYPES else dtype.itemsize],
-        rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,
-        swizzle,
-        PROMOTE_128B,
-        0,
-    )
+        ctypes.byref(made), MAP_TYPES[dtype if dtype in MAP_TYPES else dtype.itemsize], rank,
+        ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, PROMOTE_128B, 0,
+    )  # fmt: skip
     check_driver(code, f"a tensor map of {sizes} with strides {strides}, box {box}")
     return made
 

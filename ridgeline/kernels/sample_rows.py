@@ -101,19 +101,13 @@ def make_sample_space(
 
     distances = torch.tensor(_DISTANCES, dtype=torch.float32)
     return SampleSpace(
-        empty(rows, vocab_size, dtype=torch.float32),
-        empty(rows, dtype=torch.float32),
-        empty(5, rows),
-        empty(2, rows, dtype=torch.float64),
-        empty(rows, 3, chunks, dtype=torch.float32),
-        empty(rows, chunks, LEVELS),
-        empty(rows, chunks, LEVELS, dtype=torch.float64),
-        empty(rows, chunks),
-        empty(rows, min(listed, vocab_size)),
-        distances.view(torch.int32).to(device),
-        torch.zeros(rows, dtype=torch.int32, device=device),
-        chunk,
-    )
+        empty(rows, vocab_size, dtype=torch.float32), empty(rows, dtype=torch.float32),
+        empty(5, rows), empty(2, rows, dtype=torch.float64),
+        empty(rows, 3, chunks, dtype=torch.float32), empty(rows, chunks, LEVELS),
+        empty(rows, chunks, LEVELS, dtype=torch.float64), empty(rows, chunks),
+        empty(rows, min(listed, vocab_size)), distances.view(torch.int32).to(device),
+        torch.zeros(rows, dtype=torch.int32, device=device), chunk,
+    )  # fmt: skip
 
 
 def sample_rows(

@@ -62,17 +62,28 @@ def fits_small(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> b
     return _tile(x_MK, weight_NK, has_norm, fusion.is_gated, has_residual) is not None
 
 
+class Ends(TypedDict, total=False):
+    """What a kernel does behind the product; see `small_linear`."""
+
+    bias_N: torch.Tensor | None
+    gated: bool
+    residual_MO: torch.Tensor | None
+    out_MO: torch.Tensor | None
+
+
+class Beside(Ends, total=False):
+    """And before it."""
+
+    norm: InputNorm | None
+
+
 def small_linear(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
+    **beside: Unpack[Beside],
 ) -> torch.Tensor:
     """y = rms_norm(x) @ W.T + bias; if gated silu(y's first half) * its second; + residual.
 
@@ -80,22 +91,13 @@ def small_linear(
     is one kernel that adds in float32 and rounds once, to the dtype of `out_MO` (that of x unless
     given); else the library and the kernels it needs beside it. `out_MO` may be `residual_MO`. The
     same input gives the same bits every time."""
+    norm, gated = beside.get("norm"), beside.get("gated", False)
+    residual_MO, out_MO = beside.get("residual_MO"), beside.get("out_MO")
     tile = _tile(x_MK, weight_NK, norm is not None, gated, residual_MO is not None)
     if tile is not None:
-        return linear_by_tile(
-            x_MK,
-            weight_NK,
-            tile,
-            norm=norm,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            workspace=workspace,
-            pdl=pdl,
-        )
+        return linear_by_tile(x_MK, weight_NK, tile, workspace=workspace, pdl=pdl, **beside)
     normed_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
-    y_MO = functional.linear(normed_MK, weight_NK, bias_N)
+    y_MO = functional.linear(normed_MK, weight_NK, beside.get("bias_N"))
     y_MO = silu_mul(y_MO, pdl=pdl) if gated else y_MO
     y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
     return y_MO if out_MO is None else out_MO.copy_(y_MO)
@@ -118,16 +120,6 @@ def multiply_into(
     return out_MN
 
 
-class Beside(TypedDict, total=False):
-    """What our kernels for few rows do beside the product; see `small_linear`."""
-
-    norm: InputNorm | None
-    bias_N: torch.Tensor | None
-    gated: bool
-    residual_MO: torch.Tensor | None
-    out_MO: torch.Tensor | None
-
-
 def linear_by_tile(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -147,15 +139,10 @@ def linear_by_tile(
 
         check(beside.get("norm") is None, "there is no norm in this kernel")
         return tile_linear(
-            x_MK,
-            weight_NK,
-            tile=tile,
-            bias_N=beside.get("bias_N"),
-            gated=beside.get("gated", False),
-            residual_MO=beside.get("residual_MO"),
-            out_MO=beside.get("out_MO"),
-            pdl=pdl is not False,
-        )
+            x_MK, weight_NK, tile=tile, bias_N=beside.get("bias_N"),
+            gated=beside.get("gated", False), residual_MO=beside.get("residual_MO"),
+            out_MO=beside.get("out_MO"), pdl=pdl is not False,
+        )  # fmt: skip
     from ridgeline.kernels.small_linear_triton import small_linear_triton
 
     workspace = workspace or shared_workspace(x_MK.device)

@@ -116,29 +116,13 @@ def tile_linear(
     check(all(t.dtype == y_MO.dtype for t in ends), "what is added has the dtype of y")
     check(y_MO.dtype != torch.float32 or not ends, "nothing is added to float32")
     defines = defines_of(
-        tile,
-        cut,
-        x_MK.dtype,
-        y_MO.dtype,
-        scale=None if scales is None else scales.weight_N.dtype,
-        gated=gated,
-        residual=residual_MO is not None,
-        bias=bias_N is not None,
-        pdl=pdl,
-    )
+        tile, cut, x_MK.dtype, y_MO.dtype, scale=None if scales is None else scales.weight_N.dtype,
+        gated=gated, residual=residual_MO is not None, bias=bias_N is not None, pdl=pdl,
+    )  # fmt: skip
     return launch_tiles(
-        weight_map(weight_NK, tile, gated=gated),
-        x_MK,
-        y_MO,
-        tile=tile,
-        cut=cut,
-        defines=defines,
-        bias_N=bias_N,
-        residual_MO=residual_MO,
-        scales=scales,
-        workspace=workspace,
-        pdl=pdl,
-    )
+        weight_map(weight_NK, tile, gated=gated), x_MK, y_MO, tile=tile, cut=cut, defines=defines,
+        bias_N=bias_N, residual_MO=residual_MO, scales=scales, workspace=workspace, pdl=pdl,
+    )  # fmt: skip
 
 
 def launch_tiles(
@@ -230,15 +214,10 @@ def cut_of(
         check(room >= needed, "sums of a tile fit into the ring", ring=room)
     shared = min(units * tile.per_sm // tile.cluster, tiles * steps)
     return Cut(
-        columns=columns,
-        blocks=blocks,
-        width=outputs // 2 if gated else outputs,
-        x_tiles=x_tiles,
-        tiles=tiles,
-        steps=steps,
-        programs=shared if tile.per_sm else tiles,
+        columns=columns, blocks=blocks, width=outputs // 2 if gated else outputs, x_tiles=x_tiles,
+        tiles=tiles, steps=steps, programs=shared if tile.per_sm else tiles,
         shared_bytes=shared_bytes(tile, columns, blocks, gated=gated),
-    )
+    )  # fmt: skip
 
 
 def defines_of(

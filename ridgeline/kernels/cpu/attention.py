@@ -19,10 +19,9 @@ from ridgeline.kernels.cpu.elementwise import (
     MAX_HEAD_DIM,
     check_cache,
     kernel_of,
-    numbers,
-    pointers,
     scale_strides_of,
 )
+from ridgeline.kernels.cpu.native import numbers, pointers
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.paged_kv import PagedKV
 

@@ -11,14 +11,8 @@ import ctypes
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.cpu.elementwise import (
-    DTYPES,
-    Draw,
-    check_draws,
-    kernel_of,
-    numbers,
-    pointers,
-)
+from ridgeline.kernels.cpu.elementwise import DTYPES, Draw, check_draws, kernel_of
+from ridgeline.kernels.cpu.native import numbers, pointers
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.drafts import History
 from ridgeline.kernels.draw_rows import Draws

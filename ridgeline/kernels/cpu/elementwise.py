@@ -15,6 +15,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.native import numbers, pointers
 from ridgeline.kernels.cpu.recorder import Kernel, launch, pointer
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.paged_kv import PagedKV
@@ -26,16 +27,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 KV_DTYPES = {**DTYPES, torch.int8: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
 CODES = {8: torch.int8, 4: torch.uint8}  # by their bits
 MAX_HEAD_DIM = 1024
-
-Field = tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_double]]
-
-
-def pointers(*names: str) -> tuple[Field, ...]:
-    return tuple((name, ctypes.c_void_p) for name in names)
-
-
-def numbers(*names: str) -> tuple[Field, ...]:
-    return tuple((name, ctypes.c_int64) for name in names)
 
 
 class _Norm(ctypes.Structure):

@@ -16,7 +16,8 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.elementwise import kernel_of, numbers, pointers
+from ridgeline.kernels.cpu.elementwise import kernel_of
+from ridgeline.kernels.cpu.native import numbers, pointers, small_numbers
 from ridgeline.kernels.cpu.packed_linear import (
     PANEL,
     MatrixArguments,
@@ -35,10 +36,7 @@ class _Experts(ctypes.Structure):
         *pointers("gate_up", "down", "x", "y", "gate_up_bias", "down_bias", "weights", "chosen"),
         *pointers("load", "beside", "beside_weights"),
         *numbers("tokens", "active", "experts", "x_stride", "beside_stride"),
-        ("x_dtype", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-        ("gate", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *small_numbers("x_dtype", "bias_dtype", "gate", "unused"),
     )
 
 

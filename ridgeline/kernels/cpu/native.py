@@ -33,6 +33,7 @@ MISSING = (
     "native` in a checkout, or install a wheel that was made for Linux on x86-64"
 )
 
+Fields = tuple[tuple[str, type], ...]
 _FILE = Path(__file__).parent / "native_cpu.so"
 _log = logging.getLogger(__name__)
 STALE = "they were built for another version; run `make native`, or install Ridgeline anew"
@@ -86,6 +87,19 @@ def wanted_level(environ: Mapping[str, str], best: str) -> str:
     if LEVELS.index(wanted) > LEVELS.index(best):
         raise ConfigError(f"{VARIABLE}={wanted}: this processor has at most {best}")
     return wanted
+
+
+def pointers(*names: str) -> Fields:
+    """Fields of a structure that a kernel reads; so are the next two."""
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def numbers(*names: str) -> Fields:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def small_numbers(*names: str) -> Fields:
+    return tuple((name, ctypes.c_int32) for name in names)
 
 
 def library() -> ctypes.CDLL | None:

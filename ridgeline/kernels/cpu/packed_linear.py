@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.errors import InternalError, check
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.native import numbers, pointers, small_numbers
 from ridgeline.kernels.cpu.recorder import launch
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 
@@ -45,78 +46,44 @@ SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as linear.h 
 
 class MatrixArguments(ctypes.Structure):
     _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("scale_dtype", ctypes.c_int32),
-        ("has_lowest", ctypes.c_int32),
+        *pointers("codes", "scales", "zeros"),
+        *numbers("outputs", "inputs"),
+        *small_numbers("format", "group", "scale_dtype", "has_lowest"),
     )
 
 
 class _Linear(ctypes.Structure):
     _fields_ = (
         ("matrix", MatrixArguments),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("y_stride", ctypes.c_int64),
-        ("residual_stride", ctypes.c_int64),
-        ("x_dtype", ctypes.c_int32),
-        ("y_dtype", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-        ("residual_dtype", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("x_rows", ctypes.c_void_p),
-        ("y_rows", ctypes.c_void_p),
-        ("row_weights", ctypes.c_void_p),
+        *pointers("x", "y", "bias", "residual"),
+        *numbers("rows", "x_stride", "y_stride", "residual_stride"),
+        *small_numbers("x_dtype", "y_dtype", "bias_dtype", "residual_dtype", "gated", "unused"),
+        *pointers("x_rows", "y_rows", "row_weights"),
     )
 
 
 class _Pack(ctypes.Structure):
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("weight_dtype", ctypes.c_int32),
-        ("format", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *pointers("weight", "codes", "scales", "zeros"),
+        *numbers("outputs", "inputs", "stride"),
+        *small_numbers("weight_dtype", "format", "group", "unused"),
     )
 
 
 class _PackCodes(ctypes.Structure):
     _fields_ = (
-        ("given", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *pointers("given", "codes"),
+        *numbers("outputs", "inputs", "stride"),
+        *small_numbers("format", "unused"),
     )
 
 
 class _Gather(ctypes.Structure):
     _fields_ = (
         ("matrix", MatrixArguments),
-        ("rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("out_dtype", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        *pointers("rows", "out"),
+        *numbers("count", "out_stride"),
+        *small_numbers("out_dtype", "unused"),
     )
 
 
@@ -175,18 +142,9 @@ def pack(
         zeros = torch.empty(beside, dtype=torch.uint8) if has_zero else None
     packed = PackedMatrix(codes, scales, outputs, inputs, kind, group, zeros)
     call = _Pack(
-        weight_NK.data_ptr(),
-        codes.data_ptr(),
-        _address(scales),
-        _address(zeros),
-        outputs,
-        inputs,
-        weight_NK.stride(0),
-        native.DTYPES[weight_NK.dtype],
-        kind,
-        group,
-        0,
-    )
+        weight_NK.data_ptr(), codes.data_ptr(), _address(scales), _address(zeros), outputs, inputs,
+        weight_NK.stride(0), native.DTYPES[weight_NK.dtype], kind, group, 0,
+    )  # fmt: skip
     result = _library().rl_pack(ctypes.byref(call))
     if result == 1:
         raise ValueError("a weight is infinite or NaN")
@@ -207,15 +165,9 @@ def pack_codes(matrix: QuantizedMatrix, kind: Codes) -> PackedMatrix:
         scales = _in_panels(matrix.scale)
         zeros = None if matrix.zero is None else _in_panels(matrix.zero)
     packed = PackedMatrix(
-        ordered,
-        scales,
-        matrix.outputs,
-        matrix.inputs,
-        kind,
-        matrix.group,
-        zeros,
+        ordered, scales, matrix.outputs, matrix.inputs, kind, matrix.group, zeros,
         kind == Codes.INT8 and codes.numel() > 0 and int(codes.min()) == 0,
-    )
+    )  # fmt: skip
     call = _PackCodes(
         codes.data_ptr(),
         ordered.data_ptr(),
@@ -277,22 +229,12 @@ def _arguments(
     if bias_N is not None:
         check(bias_N.is_contiguous() and bias_N.shape == (matrix.outputs,), "a bias")
     return _Linear(
-        matrix_arguments(matrix),
-        x_MK.data_ptr(),
-        out_MO.data_ptr(),
-        _address(bias_N),
-        _address(residual_MO),
-        rows,
-        x_MK.stride(0),
-        out_MO.stride(0),
-        0 if residual_MO is None else residual_MO.stride(0),
-        native.DTYPES[x_MK.dtype],
-        native.DTYPES[out_MO.dtype],
-        0 if bias_N is None else native.DTYPES[bias_N.dtype],
-        0 if residual_MO is None else native.DTYPES[residual_MO.dtype],
-        int(gated),
-        0,
-    )
+        matrix_arguments(matrix), x_MK.data_ptr(), out_MO.data_ptr(), _address(bias_N),
+        _address(residual_MO), rows, x_MK.stride(0), out_MO.stride(0),
+        0 if residual_MO is None else residual_MO.stride(0), native.DTYPES[x_MK.dtype],
+        native.DTYPES[out_MO.dtype], 0 if bias_N is None else native.DTYPES[bias_N.dtype],
+        0 if residual_MO is None else native.DTYPES[residual_MO.dtype], int(gated), 0,
+    )  # fmt: skip
 
 
 def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -372,16 +314,10 @@ def _check_beside(
 
 def matrix_arguments(packed: PackedMatrix) -> MatrixArguments:
     return MatrixArguments(
-        packed.codes.data_ptr(),
-        _address(packed.scales),
-        _address(packed.zeros),
-        packed.outputs,
-        packed.inputs,
-        packed.kind,
-        packed.group,
-        0 if packed.scales is None else SCALES[packed.scales.dtype],
-        int(packed.has_lowest),
-    )
+        packed.codes.data_ptr(), _address(packed.scales), _address(packed.zeros), packed.outputs,
+        packed.inputs, packed.kind, packed.group,
+        0 if packed.scales is None else SCALES[packed.scales.dtype], int(packed.has_lowest),
+    )  # fmt: skip
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
