@@ -1,4 +1,4 @@
-"""Which program of a tile is the last to arrive, and may therefore merge what all have written?"""
+"""For whom does a program wait: for the kernel before, and for others that share its tile?"""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 
@@ -6,6 +6,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """What kernels before have written is there; the next one may begin, which waits too."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

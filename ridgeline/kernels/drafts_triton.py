@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.drafts import History
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.step_inputs import StepInputs
@@ -162,9 +163,7 @@ def _accept(
     b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = b < num_rows
     j = tl.arange(0, LANES)[None, :]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(rows_ptr + b, inside, 0)
     length = tl.load(lens_ptr + row, inside, 0)
     found = tl.load(found_ptr + row, inside, 0)
@@ -224,9 +223,7 @@ def _put_drafts(
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(rows_ptr + b, inside, 0)
     place = tl.load(lens_ptr + row, inside, 0) + index
     given = inside & (row != 0) & (place < token_width)
@@ -255,8 +252,6 @@ def _tell_found(
 ):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(rows_ptr + b, inside, 0)
     tl.store(out_ptr + b * out_stride, tl.load(found_ptr + row, inside, 0), inside)

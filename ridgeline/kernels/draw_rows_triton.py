@@ -13,10 +13,9 @@ import os
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.launching import Workspace, launches_early, make_workspace
 
@@ -124,9 +123,7 @@ def _draw_rows(
     rounded does not depend on how many chunks a program takes, hence not on the batch."""
     row = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     places = partial_ptr + row * 3 * chunks
     temperature = 1.0
     if RANDOM:

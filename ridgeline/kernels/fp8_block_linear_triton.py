@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.fp8_block_linear import BLOCK, BlockTile, Fp8Blocks
 from ridgeline.kernels.launching import launches_early
 
@@ -64,9 +64,7 @@ def _fp8_block_linear(
     INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     EVEN_K: tl.constexpr = INPUTS % BLOCK == 0
     Q: tl.constexpr = (INPUTS + BLOCK - 1) // BLOCK
     SHARE: tl.constexpr = (Q + SPLITS - 1) // SPLITS
@@ -107,9 +105,7 @@ def _add_parts(
     sums_ptr, bias_ptr, y_ptr, numbers, outputs, SPLITS: tl.constexpr, SIZE: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     given = at < numbers
     total = tl.zeros((SIZE,), tl.float32)

@@ -19,19 +19,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
 from ridgeline.kernels.fp8_linear import MAX_OWN, Fp8Matrix
 from ridgeline.kernels.launching import Workspace, launches_early, shared_workspace
 from ridgeline.kernels.quantize_rows import E4M3
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.small_linear_triton import (
     Cut,
-    _sharers,
-    _slot,
     _weight_rows,
     call_lines,
     cut_work,
+    merged,
     multiprocessors,
+    steps_of,
 )
 from ridgeline.kernels.tiles import Tile, bucket
 
@@ -298,25 +297,10 @@ def _part(
         gdc_launch_dependents()
     is_mine = True
     if MERGE:
-        first, last = _sharers(place, steps, share, PER_SM)
-        is_mine = first == last
-        if first != last:
-            room: tl.constexpr = ROWS * BLOCK_N if DOT else BLOCK_N + 1
-            inner = i[:, None] * ROWS + m[None]
-            part = partial_ptr + _slot(program, place, steps, share, PER_SM) * room
-            tl.store(part + inner, sums)
-            if NORM:
-                tl.store(part + BLOCK_N + m, lengths)
-            is_mine = arrived_last(arrivals_ptr, place, last - first + 1)
-            if is_mine:
-                sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-                lengths = tl.zeros((ROWS,), tl.float32)
-                for sharer in range(first, last + 1):
-                    part = partial_ptr + _slot(sharer, place, steps, share, PER_SM) * room
-                    sums += tl.load(part + inner, cache_modifier=".cg")
-                    if NORM:
-                        lengths += tl.load(part + BLOCK_N + m, cache_modifier=".cg")
-                reset(arrivals_ptr, place)
+        is_mine, sums, lengths = merged(
+            sums, lengths, partial_ptr, arrivals_ptr, program, place, steps, share, i, m, ROWS,
+            BLOCK_N, PER_SM, NORM, ROWS * BLOCK_N if DOT else BLOCK_N + 1,
+        )  # fmt: skip
     if is_mine:
         _finish(
             sums, lengths, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, y_ptr, tile, first_row,
@@ -337,13 +321,7 @@ def _fp8_linear(
 ):  # fmt: skip
     H: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     program = tl.program_id(0)
-    if PER_SM:
-        at = program * share
-        end = tl.minimum(at + share, tiles * steps)
-    else:
-        splits = (steps + share - 1) // share
-        at = program // splits * steps + program % splits * share
-        end = tl.minimum(at + share, (program // splits + 1) * steps)
+    at, end = steps_of(program, tiles, steps, share, PER_SM)
 
     # Weights depend on no earlier kernel: some are on their way before the wait.
     if LINES > 0:

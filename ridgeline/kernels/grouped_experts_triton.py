@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.fp8_block_linear import BLOCK
 from ridgeline.kernels.grouped_experts import (
     Choice,
@@ -281,9 +281,7 @@ def _sort_pairs(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program finds the pairs of one expert, and from the counts of all where they go."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -602,9 +600,7 @@ def _gate_up_row(
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a single token: some rows of gate and of up of one of its experts."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     tiles = (outputs + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // tiles
     at_n = tl.program_id(0) % tiles * BLOCK_N
@@ -694,9 +690,7 @@ def _choose_rows(
     BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each token."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     x = tl.arange(0, SLOTS_X)
     places = logits_ptr + token * stride + x
@@ -725,9 +719,7 @@ def _route_rows(
     w_places = w_ptr + tl.minimum(x, EXPERTS - 1)[:, None] * INPUTS + k[None]
     w = tl.load(w_places, here[None], 0.0)
     gain = tl.load(norm_ptr + k, here, 0.0) if NORM else k
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(x_ptr + token * stride + k, here, 0.0)
     if NORM:
         wide = row.to(tl.float32)
@@ -752,9 +744,7 @@ def _gather_pairs(
     x_ptr, y_ptr, order_ptr, width, stride, ACTIVE: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
     token = tl.load(order_ptr + place).to(tl.int64) // ACTIVE
     e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -767,9 +757,7 @@ def _sum_pairs(
     each_ptr, y_ptr, width, y_stride, ACTIVE: tl.constexpr, RESIDUAL: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = e < width

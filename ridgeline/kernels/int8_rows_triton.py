@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 
 BLOCK = 2048  # columns: 16 bytes of codes for each thread of four warps
@@ -47,9 +47,7 @@ def _int8_rows(
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < width
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(rows_ptr + token).to(tl.int64)
     codes = tl.load(codes_ptr + row * stride + k, inside, 0).to(tl.float32)
     y = codes * tl.load(scale_ptr + row).to(tl.float32)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.invariant_linear import InvariantTile
 from ridgeline.kernels.launching import launches_early
 
@@ -98,9 +98,7 @@ def _invariant_linear(
     BLOCK_K: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     EVEN_K: tl.constexpr = INPUTS % BLOCK_K == 0
     tile_m, tile_n = _place(tl.program_id(0), tiles_m, outputs, BLOCK_N, NEIGHBOURS)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.latent_decode import LatentQueries
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_decode import DecodeBatch
@@ -134,9 +134,7 @@ def _decode_kernel(
     BLOCK_U: tl.constexpr, SPLITS: tl.constexpr, MAX_NEW: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     request = tl.program_id(0)
     split = tl.program_id(2)
     length = tl.load(seq_lens + request)
@@ -217,9 +215,7 @@ def _merge_kernel(
     sums, logs, out, out_token, out_head, HEADS: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split_X = tl.arange(0, BLOCK_X)
@@ -268,9 +264,7 @@ def _write_kernel(
     BLOCK_F: tl.constexpr, BLOCK_H: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
     LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pair_F = tl.arange(0, BLOCK_F)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kernels.paged_kv import PagedKV
@@ -300,9 +300,7 @@ def _decode_kernel(
     NAMED_ROWS: tl.constexpr, ASKED: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, RECORD: tl.constexpr, MAX_NEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     program = tl.program_id(0)
     record = records + program * RECORD
     request = tl.load(record)

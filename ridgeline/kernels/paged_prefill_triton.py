@@ -17,9 +17,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_kv_triton import (
@@ -193,9 +193,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     RECORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     head = tl.program_id(0) % NUM_KV_HEADS
     record = work + (tl.program_id(0) // NUM_KV_HEADS) * RECORD
     request = tl.load(record)
@@ -247,25 +245,17 @@ def _prefill_kernel(
     best_R = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_R = tl.zeros((BLOCK_M,), tl.float32)
     sum_RD = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    if WINDOW > 0:
-        best_R, total_R, sum_RD, low_R = _walk(
-            begin, whole_begin, q_RD, best_R, total_R, sum_RD, low_R, all_R, k, v, k_scales,
-            v_scales, k_lows, v_lows, table, position_R, low, high, scale_log2, kv_block, kv_slot,
-            scale_block, scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, True, True,
-            STAGES, PRECISION,
-        )  # fmt: skip
-    best_R, total_R, sum_RD, low_R = _walk(
-        whole_begin, whole_end, q_RD, best_R, total_R, sum_RD, low_R, all_R, k, v, k_scales,
-        v_scales, k_lows, v_lows, table, position_R, low, high, scale_log2, kv_block, kv_slot,
-        scale_block, scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, False, False, STAGES,
-        PRECISION,
-    )  # fmt: skip
-    best_R, total_R, sum_RD, low_R = _walk(
-        whole_end, end, q_RD, best_R, total_R, sum_RD, low_R, all_R, k, v, k_scales, v_scales,
-        k_lows, v_lows, table, position_R, low, high, scale_log2, kv_block, kv_slot, scale_block,
-        scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, True, WINDOW > 0 or PARTS, STAGES,
-        PRECISION,
-    )  # fmt: skip
+    stop = whole_begin
+    for part in tl.static_range(3):  # the tiles in the middle are seen whole, by all rows
+        if part > 0 or WINDOW > 0:
+            best_R, total_R, sum_RD, low_R = _walk(
+                begin, stop, q_RD, best_R, total_R, sum_RD, low_R, all_R, k, v, k_scales, v_scales,
+                k_lows, v_lows, table, position_R, low, high, scale_log2, kv_block, kv_slot,
+                scale_block, scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, part != 1,
+                part != 1 and (WINDOW > 0 or PARTS), STAGES, PRECISION,
+            )  # fmt: skip
+        begin = stop
+        stop = whole_end if part == 0 else end
     if CODES == 4:
         sum_RD += low_R[:, None]
     finished = True

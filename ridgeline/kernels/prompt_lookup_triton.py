@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.drafts import History
 from ridgeline.kernels.drafts_triton import check_history
 from ridgeline.kernels.launching import launches_early
@@ -56,9 +55,7 @@ def _lookup(
 ):  # fmt: skip
     b = tl.program_id(0)
     split = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row = tl.load(rows_ptr + b)
     num = tl.load(lens_ptr + row)
     tokens = tokens_ptr + row * token_row

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_kv_triton import (
@@ -94,9 +94,7 @@ def _qk_norm_rope_write(
     is_k = (head >= heads) & (head < heads + kv_heads)
     d = tl.arange(0, HALF)
     inside = d < SIZE // 2
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     given = (head < heads + 2 * kv_heads)[:, None] & inside[None]
     places = qkv_ptr + token * qkv_stride + head[:, None] * SIZE + d[None]
     first = tl.load(places, given, 0.0).to(tl.float32)

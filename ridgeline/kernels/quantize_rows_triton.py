@@ -12,9 +12,9 @@ import struct
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.quantize_rows import E4M3, INT8, LARGEST_OF, LEAST, QuantizedRows
 from ridgeline.kernels.small_linear import InputNorm
@@ -81,9 +81,7 @@ def _quantize_rows(
     k = tl.arange(0, BLOCK)
     inside = k < size
     weight = tl.load(norm_ptr + k, inside, 0.0).to(tl.float32) if NORM else 1.0
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     places = x_ptr + row * x_stride + k
     x = tl.load(places, inside, 0.0).to(tl.float32)
     if SILU:

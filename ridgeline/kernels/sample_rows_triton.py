@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.draw_rows_triton import MAX_IDS, minus_gumbel
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.sample_rows import Controls, Counts, SampleSpace
@@ -131,9 +130,7 @@ def _adjust_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     slot = tl.load(whole_ptr + COUNTS * whole_stride + row)
     first = tl.load(whole_ptr + FIRST * whole_stride + row).to(tl.int32)
     end = tl.load(whole_ptr + END * whole_stride + row).to(tl.int32)
@@ -196,9 +193,7 @@ def _draw_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     is_sound = tl.load(state_ptr + SOUND * num_rows + row) != 0
     limit = tl.load(state_ptr + LIMIT * num_rows + row)
     most = tl.load(most_ptr + row)

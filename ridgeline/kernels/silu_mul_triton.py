@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 
 BLOCK = 1024
@@ -37,9 +37,7 @@ def _silu_mul(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, PDL: tl.
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < width
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     places = gate_up_ptr + row * stride + f
     gate = tl.load(places, inside, 0.0).to(tl.float32)
     up = tl.load(places + width, inside, 0.0).to(tl.float32)

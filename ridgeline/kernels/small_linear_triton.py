@@ -288,6 +288,47 @@ def _slot(program, tile, steps, share, PER_SM: tl.constexpr):
 
 
 @triton.jit
+def merged(
+    sums, lengths, partial_ptr, arrivals_ptr, program, tile, steps, share, i, m, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, PER_SM: tl.constexpr, LENGTHS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """(is complete, sums, lengths) of a tile, in the last of its programs to arrive; the others
+    leave theirs, with LENGTHS both, in their ROOM of the workspace."""
+    first, last = _sharers(tile, steps, share, PER_SM)
+    is_mine = first == last
+    if first != last:
+        inner = i[:, None] * ROWS + m[None]
+        part = partial_ptr + _slot(program, tile, steps, share, PER_SM) * ROOM
+        tl.store(part + inner, sums)
+        if LENGTHS:
+            tl.store(part + BLOCK_N * ROWS + m, lengths)
+        is_mine = arrived_last(arrivals_ptr, tile, last - first + 1)
+        if is_mine:
+            sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            lengths = tl.zeros((ROWS,), tl.float32)
+            for sharer in range(first, last + 1):
+                part = partial_ptr + _slot(sharer, tile, steps, share, PER_SM) * ROOM
+                sums += tl.load(part + inner, cache_modifier=".cg")
+                if LENGTHS:
+                    lengths += tl.load(part + BLOCK_N * ROWS + m, cache_modifier=".cg")
+            reset(arrivals_ptr, tile)
+    return is_mine, sums, lengths
+
+
+@triton.jit
+def steps_of(program, tiles, steps, share, PER_SM: tl.constexpr):
+    """The first step of a program, among those of all tiles, and the end."""
+    if PER_SM:
+        at = program * share
+        end = tl.minimum(at + share, tiles * steps)
+    else:
+        splits = (steps + share - 1) // share
+        at = program // splits * steps + program % splits * share
+        end = tl.minimum(at + share, (program // splits + 1) * steps)
+    return at, end
+
+
+@triton.jit
 def _finish(
     sums, lengths, bias_ptr, residual_ptr, y_ptr, tile, rows, width, inputs, residual_stride,
     y_stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, H: tl.constexpr, GATED: tl.constexpr,
@@ -332,23 +373,10 @@ def _part(
         gdc_launch_dependents()
     is_mine = True
     if MERGE:
-        first, last = _sharers(tile, steps, share, PER_SM)
-        is_mine = first == last
-        if first != last:
-            room: tl.constexpr = ROWS * (BLOCK_N + 1)
-            inner = i[:, None] * ROWS + m[None]
-            part = partial_ptr + _slot(program, tile, steps, share, PER_SM) * room
-            tl.store(part + inner, sums)
-            tl.store(part + BLOCK_N * ROWS + m, lengths)
-            is_mine = arrived_last(arrivals_ptr, tile, last - first + 1)
-            if is_mine:
-                sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-                lengths = tl.zeros((ROWS,), tl.float32)
-                for sharer in range(first, last + 1):
-                    part = partial_ptr + _slot(sharer, tile, steps, share, PER_SM) * room
-                    sums += tl.load(part + inner, cache_modifier=".cg")
-                    lengths += tl.load(part + BLOCK_N * ROWS + m, cache_modifier=".cg")
-                reset(arrivals_ptr, tile)
+        is_mine, sums, lengths = merged(
+            sums, lengths, partial_ptr, arrivals_ptr, program, tile, steps, share, i, m, ROWS,
+            BLOCK_N, PER_SM, True, ROWS * (BLOCK_N + 1),
+        )  # fmt: skip
     if is_mine:
         _finish(
             sums, lengths, bias_ptr, residual_ptr, y_ptr, tile, rows, width, inputs,
@@ -367,13 +395,7 @@ def _small_linear(
 ):  # fmt: skip
     H: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     program = tl.program_id(0)
-    if PER_SM:
-        at = program * share
-        end = tl.minimum(at + share, tiles * steps)
-    else:
-        splits = (steps + share - 1) // share
-        at = program // splits * steps + program % splits * share
-        end = tl.minimum(at + share, (program // splits + 1) * steps)
+    at, end = steps_of(program, tiles, steps, share, PER_SM)
     i = tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)

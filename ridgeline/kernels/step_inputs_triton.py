@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.step_inputs import StepInputs
 
@@ -85,9 +85,7 @@ def _remember(
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_rows
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     token = tl.load(ids_ptr + b, inside, 0)
     is_sound = tl.load(is_sound_ptr + b, inside, 0) != 0
     tl.store(last_ids_ptr + tl.load(rows_ptr + b, inside, 0), token, inside)

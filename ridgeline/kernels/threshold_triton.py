@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.sample_rows import LEVELS, Controls, SampleSpace
 
 # Lines of `state_5R`: the row may be drawn from; the largest key that is kept; the bracket: a
@@ -100,9 +99,7 @@ def _bracket_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     top_k = tl.load(whole_ptr + TOP_K * whole_stride + row).to(tl.int32)
     top_p = tl.load(floats_ptr + TOP_P * floats_stride + row)
     is_sound = tl.load(state_ptr + SOUND * num_rows + row) != 0
@@ -179,9 +176,7 @@ def _gather_rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     if tl.load(state_ptr + NUM * num_rows + row) > 0:
         most = tl.load(most_ptr + row)
         temperature = tl.load(floats_ptr + TEMPERATURE * floats_stride + row)
@@ -202,9 +197,7 @@ def _select_rows(
     whole_stride, floats_stride, num_rows, listed, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     num = tl.load(state_ptr + NUM * num_rows + row)
     if num != 0:
         top_k = tl.load(whole_ptr + TOP_K * whole_stride + row).to(tl.int32)

@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
-from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.arrival_triton import arrived_last, await_inputs, reset
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.draw_rows_triton import (
     BLOCK,
@@ -105,9 +104,7 @@ def _weigh(
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     b, j = place // num_draft_tokens, place % num_draft_tokens
     row = b * (num_draft_tokens + 1) + j
     draft_token = tl.load(drafts_ptr + b * drafts_stride + j)
@@ -157,9 +154,7 @@ def _draw_rest(
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     state = state_ptr + place * STATE
     if tl.load(state + 4) > 0:
         b, j = place // num_draft_tokens, place % num_draft_tokens
