@@ -91,27 +91,18 @@ def stream(
         tile.warps * 32,
         cut.shared_bytes,
         [
-            records.bytes_RCB,
-            x_MK,
-            y_MO,
-            y_MO if residual_MO is None else residual_MO,
-            y_MO if bias_N is None else bias_N,
-            y_MO if norm is None else norm.weight_K,
-            ctypes.c_int32(rows),
-            ctypes.c_int32(cut.width // ROWS),
-            ctypes.c_int32(records.form.along_k),
-            ctypes.c_int32(cut.groups),
-            ctypes.c_int32(cut.each),
-            ctypes.c_int32(cut.held),
-            ctypes.c_int32(cut.x_pitch),
+            records.bytes_RCB, x_MK, y_MO, y_MO if residual_MO is None else residual_MO,
+            y_MO if bias_N is None else bias_N, y_MO if norm is None else norm.weight_K,
+            ctypes.c_int32(rows), ctypes.c_int32(cut.width // ROWS),
+            ctypes.c_int32(records.form.along_k), ctypes.c_int32(cut.groups),
+            ctypes.c_int32(cut.each), ctypes.c_int32(cut.held), ctypes.c_int32(cut.x_pitch),
             ctypes.c_uint64(x_MK.stride(0) * 2),
             ctypes.c_uint64(0 if residual_MO is None else residual_MO.stride(0)),
-            ctypes.c_uint64(y_MO.stride(0)),
-            ctypes.c_float(0.0 if norm is None else norm.eps),
+            ctypes.c_uint64(y_MO.stride(0)), ctypes.c_float(0.0 if norm is None else norm.eps),
         ],
         pdl=pdl,
         cluster=tile.splits,
-    )
+    )  # fmt: skip
     return y_MO
 
 

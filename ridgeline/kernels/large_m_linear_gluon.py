@@ -175,20 +175,8 @@ def _gated_linear(
             (
                 _multiply,
                 (
-                    0,
-                    y_desc,
-                    xs,
-                    ws,
-                    y0,
-                    full,
-                    free,
-                    m_tiles,
-                    o_tiles,
-                    STEPS,
-                    BLOCK_M,
-                    BLOCK_N,
-                    GROUP,
-                    STAGES,
+                    0, y_desc, xs, ws, y0, full, free, m_tiles, o_tiles, STEPS, BLOCK_M, BLOCK_N,
+                    GROUP, STAGES,
                 ),
             ),
             (
@@ -233,4 +221,4 @@ def _gated_linear(
         ],
         [4, 1],
         [232, 24],
-    )
+    )  # fmt: skip

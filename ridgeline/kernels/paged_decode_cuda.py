@@ -285,34 +285,18 @@ def _launch(
     nothing = c_uint64(0)
     weights = _weights(prologue) or (nothing, nothing)
     args: list[nvrtc.Arg] = [
-        q,
-        kv.k_NSKD,
-        out_THD,
-        batch.block_tables_BM,
-        nothing if batch.rows_B is None else batch.rows_B,
-        batch.seq_lens_B,
-        batch.query_start_B1,
+        q, kv.k_NSKD, out_THD, batch.block_tables_BM,
+        nothing if batch.rows_B is None else batch.rows_B, batch.seq_lens_B, batch.query_start_B1,
         nothing if prologue is None else prologue.slots_T,
-        nothing if prologue is None else prologue.table_L2D,
-        *weights,
-        schedule.records,
-        schedule.parts,
-        schedule.best,
-        schedule.total,
-        schedule.arrived,
-        schedule.groups_arrived,
-        c_int32(batch.seq_lens_B.shape[0]),
-        c_int32(batch.block_tables_BM.stride(0)),
-        c_int32(q.stride(0)),
-        c_int32(q_head),
-        c_int32(out_THD.stride(0)),
-        c_int32(out_THD.stride(1)),
-        c_float(scale * math.log2(math.e)),
+        nothing if prologue is None else prologue.table_L2D, *weights, schedule.records,
+        schedule.parts, schedule.best, schedule.total, schedule.arrived, schedule.groups_arrived,
+        c_int32(batch.seq_lens_B.shape[0]), c_int32(batch.block_tables_BM.stride(0)),
+        c_int32(q.stride(0)), c_int32(q_head), c_int32(out_THD.stride(0)),
+        c_int32(out_THD.stride(1)), c_float(scale * math.log2(math.e)),
         c_float(prologue.norms.eps if prologue is not None and prologue.norms is not None else 0.0),
-        c_int32(int(early)),
-        nothing if kv.k_scales_NSK is None else kv.k_scales_NSK,
+        c_int32(int(early)), nothing if kv.k_scales_NSK is None else kv.k_scales_NSK,
         c_int32(1 if prologue is None else prologue.table_L2D.shape[0]),
-    ]
+    ]  # fmt: skip
     grid = schedule.num_programs, schedule.num_groups, 1
     kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
 

@@ -158,29 +158,21 @@ def stream_linear(
         tile.warps * 32,
         groups.shared_bytes,
         [
-            weight_NK,
-            x_MK,
-            y_MO,
-            y_MO if residual_MO is None else residual_MO,
-            y_MO if bias_N is None else bias_N,
-            y_MO if norm is None else norm.weight_K,
+            weight_NK, x_MK, y_MO, y_MO if residual_MO is None else residual_MO,
+            y_MO if bias_N is None else bias_N, y_MO if norm is None else norm.weight_K,
             y_MO if scales is None or scales.x_M is None else scales.x_M,
-            y_MO if scales is None else scales.weight_N,
-            ctypes.c_int32(rows),
-            ctypes.c_int32(width),
-            ctypes.c_int32(row_bytes),
-            ctypes.c_int32(groups.count),
+            y_MO if scales is None else scales.weight_N, ctypes.c_int32(rows),
+            ctypes.c_int32(width), ctypes.c_int32(row_bytes), ctypes.c_int32(groups.count),
             ctypes.c_int32(groups.each),
             ctypes.c_uint32(weight_NK.stride(0) * weight_NK.element_size()),
             ctypes.c_uint32(x_MK.stride(0) * item),
             ctypes.c_uint64(0 if residual_MO is None else residual_MO.stride(0)),
-            ctypes.c_uint64(y_MO.stride(0)),
-            ctypes.c_int32(inputs),
+            ctypes.c_uint64(y_MO.stride(0)), ctypes.c_int32(inputs),
             ctypes.c_float(0.0 if norm is None else norm.eps),
         ],
         pdl=pdl,
         cluster=tile.splits,
-    )
+    )  # fmt: skip
     return y_MO
 
 

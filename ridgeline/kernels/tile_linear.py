@@ -155,26 +155,18 @@ def launch_tiles(
         threads(tile, cut.columns),
         cut.shared_bytes,
         [
-            weights,
-            rows_map(x_MK, cut.columns // tile.cluster),
-            y_MO,
-            y_MO if residual_MO is None else residual_MO,
-            y_MO if bias_N is None else bias_N,
+            weights, rows_map(x_MK, cut.columns // tile.cluster), y_MO,
+            y_MO if residual_MO is None else residual_MO, y_MO if bias_N is None else bias_N,
             y_MO if scales is None or scales.x_M is None else scales.x_M,
-            y_MO if scales is None else scales.weight_N,
-            room.partial_P,
-            room.arrivals_A,
-            ctypes.c_int32(x_MK.shape[0]),
-            ctypes.c_int32(cut.width),
-            ctypes.c_int32(cut.x_tiles),
-            ctypes.c_int32(cut.tiles),
-            ctypes.c_int32(cut.steps),
+            y_MO if scales is None else scales.weight_N, room.partial_P, room.arrivals_A,
+            ctypes.c_int32(x_MK.shape[0]), ctypes.c_int32(cut.width), ctypes.c_int32(cut.x_tiles),
+            ctypes.c_int32(cut.tiles), ctypes.c_int32(cut.steps),
             ctypes.c_uint64(0 if residual_MO is None else residual_MO.stride(0)),
             ctypes.c_uint64(y_MO.stride(0)),
         ],
         pdl=pdl,
         cluster=tile.cluster * tile.splits,
-    )
+    )  # fmt: skip
     return y_MO
 
 
