@@ -6,9 +6,17 @@ import os
 from pathlib import Path
 
 from ridgeline import demo
+from ridgeline.architectures.spec import TRANSFORMERS
 from ridgeline.config import DEFAULT_POLICY, EngineConfig, check_device, check_numbers
 from ridgeline.errors import ConfigError
-from ridgeline.formats import KV_FORMATS, MODEL, WEIGHT_FORMATS, check_served, read_speculate
+from ridgeline.formats import (
+    COLLECTIVES,
+    KV_FORMATS,
+    MODEL,
+    WEIGHT_FORMATS,
+    check_served,
+    read_speculate,
+)
 from ridgeline.scheduler.policies import check_promise
 
 
@@ -20,12 +28,45 @@ def check_settings(config: EngineConfig) -> None:
     if config.weight_format != "auto":
         check_served(WEIGHT_FORMATS, config.weight_format, "weight_format")
     check_served(KV_FORMATS, config.kv_cache_dtype, "kv_cache_dtype")
+    check_ranks(config)
     policy = config.policy or DEFAULT_POLICY
     check_promise(policy, config.ttft_slo_ms, config.tpot_slo_ms)
     if config.max_num_mixed_tokens is not None and config.tpot_slo_ms is not None:
         raise ConfigError(
             f"policy {policy} bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens"
         )
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """What of tp, launcher and join_address does not go together."""
+    joins, address = config.launcher == "join", config.join_address
+    if joins and config.tp == 1:
+        raise ConfigError("launcher join waits for other ranks; give tp 2 or more, or leave it out")
+    if joins != (address is not None):
+        raise ConfigError(
+            "launcher join needs join_address, the HOST:PORT where this machine waits for the "
+            "other ranks, and nothing else does; give both or none"
+        )
+    if address is not None:
+        read_address(address)
+    if config.collective not in ("auto", *COLLECTIVES):
+        names = ", ".join(COLLECTIVES)
+        raise ConfigError(f"unknown collective {config.collective!r}; use auto or one of {names}")
+    if config.tp > 1 and config.implementation == TRANSFORMERS:
+        raise ConfigError(f"tp {config.tp} needs native layers; leave out implementation")
+    if config.tp > 1 and config.device.startswith("cuda:"):
+        raise ConfigError(
+            f"device {config.device} is one GPU and tp is {config.tp}; use device cuda, which takes"
+            " the first ones, or choose them with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, the host perhaps in brackets."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is no address; write HOST:PORT, such as 192.0.2.7:7070")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def check_asked(config: EngineConfig) -> None:

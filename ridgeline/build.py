@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,16 +26,20 @@ from ridgeline.architectures.spec import NATIVE, TRANSFORMERS, ModelSpec, check_
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
+from ridgeline.build_ranks import meet, open_ranks, start_ranks, watching
 from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_drafts
 from ridgeline.cost.pricer import Pricer
 from ridgeline.costing import asked_drafts, draft_length_controller, engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
+from ridgeline.distributed import messages
+from ridgeline.distributed.links import Ranks
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
+from ridgeline.executor.group import GroupExecutor, GroupScorer
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import NUMBERS_OF_DRAFTS, WARM_UP_S, WarmUp
@@ -62,7 +68,7 @@ from ridgeline.observe.engine_header import EngineHeader
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import RunRecord
 from ridgeline.quantization import open_weight_format
-from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
+from ridgeline.resolve import MemoryRow, RankMemory, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
@@ -75,6 +81,7 @@ from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 
+DIGESTED_TENSORS = 64
 MOST_LETTERS = 100  # of a model type that another library is asked for
 HINT = (
     "Transformers may know it: with pip install 'ridgeline[transformers]' its modules run families "
@@ -90,7 +97,7 @@ class Built:
     """Everything that a front (offline API, server, evaluation) needs."""
 
     engine: Engine
-    scorer: Scorer
+    scorer: Scorer | GroupScorer
     spec: ModelSpec
     resolved: ResolvedConfig
     memory: tuple[MemoryRow, ...]
@@ -104,6 +111,7 @@ class Built:
     startup: tuple[Phase, ...] = ()
     kernels: KernelCounts | None = None
     warm_up: WarmUp | None = None  # what is left of it may be done whenever nothing runs
+    ranks: Ranks | None = None  # the other ones, where there are several
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -113,6 +121,8 @@ class Built:
         """Nothing more will happen here."""
         if self.event_log is not None:
             self.event_log.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +188,104 @@ def _spec(config: EngineConfig, folder: ModelFolder) -> ModelSpec:
     return spec
 
 
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model and a device for it, before anything is decided or loaded."""
+
+    config: EngineConfig
+    side: TokenizerSide
+    device: Device
+    checkpoint: Checkpoint | None
+    kernels: KernelCounts | None
+
+    def digest(self) -> str:
+        """The same for the same model, wherever its files are and however it is cut into them: of
+        all shapes, and of the beginnings of some tensors."""
+        told = hashlib.sha256(repr(self.side.spec).encode())
+        if self.checkpoint is not None:
+            names = sorted(self.checkpoint.names())
+            shapes = [(name, self.checkpoint.shape(name)) for name in names]
+            told.update(repr(shapes).encode())
+            for name in names[:: -(-len(names) // DIGESTED_TENSORS)]:
+                first = self.checkpoint.slice(name, 0, 0, 1).contiguous()
+                told.update(first.view(torch.uint8).numpy().tobytes())
+        return told.hexdigest()
+
+
+def open_model(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    startup: StartUp | None = None,
+    *,
+    reads_text: bool = True,
+) -> OpenModel:
+    """Raises ConfigError."""
+    startup = startup or StartUp()
+    check_settings(config)  # before a device is looked for by what may be no name
+    device = open_device(config.device)  # before a model is fetched for one that is not there
+    side = build_tokenizer_side(config, progress, startup, reads_text=reads_text)
+    with startup.phase("headers"):
+        checkpoint = _open(config, side.folder.path, side.spec)
+    with startup.phase("device"):
+        device.memory_free()  # makes a GPU's context, so that no other phase does
+    with startup.phase("Triton"):
+        kernels = prepare_kernels(device.torch_device)
+    return OpenModel(config, side, device, checkpoint, kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What each rank has of an engine, its share of the model; the only rank has all of it."""
+
+    decoder: Decoder
+    kv: KVCache
+    executor: LocalExecutor
+    scorer: Scorer
+    drafting: Drafting | None
+    resolved: ResolvedConfig  # as it was, but for drafts that cannot be had
+
+
+def build_rank(
+    opened: OpenModel,
+    resolved: ResolvedConfig,
+    placement: Placement,
+    progress: Progress | None = None,
+    startup: StartUp | None = None,
+) -> Rank:
+    """Takes the memory. Raises ConfigError for weights that are damaged or do not go together."""
+    startup = startup or StartUp()
+    config, side, device, spec = opened.config, opened.side, opened.device, opened.side.spec
+    packs = open_packs(config.pack_cache)
+    torch.set_num_threads(resolved.threads)
+    if device.name == "cpu":
+        native.set_threads(resolved.threads)
+        native.announce()
+    keeps = packs if device.name == "cpu" else None
+    make = partial(_decoder, placement=placement, packs=keeps, progress=progress, startup=startup)
+    decoder = make(resolved, spec, device, opened.checkpoint)
+    with startup.phase("cache") as opening:
+        kv = _cache(resolved, spec, device, placement)
+        opening.detail = scaled(kv.num_bytes, "B")
+
+    def open_draft(source: DraftSource) -> Decoder:
+        return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
+
+    def tokenizer() -> Tokenizer | None:
+        return side.tokenizer or load_tokenizer(side.text)
+
+    try:
+        drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft)
+    except ConfigError as problem:
+        if config.speculate != "auto":
+            raise
+        say(logger, logging.WARNING, "nothing is drafted", reason=problem)
+        drafting, resolved = None, without_drafts(resolved)
+    executor = _executor(resolved, spec, device, decoder, kv, drafting)
+    limits = {"block_size": resolved.block_size, "max_model_len": resolved.max_model_len}
+    scorer = Scorer(decoder, device, **limits)
+    return Rank(decoder, kv, executor, scorer, drafting, resolved)
+
+
 def build(
     config: EngineConfig,
     progress: Progress | None = None,
@@ -192,58 +300,61 @@ def build(
     no tokenizer and no chat template, and their files are not opened, unless a draft model is
     asked for, whose vocabulary must be the same."""
     startup = startup or StartUp()
-    check_settings(config)  # before a device is looked for by what may be no name
-    device = open_device(config.device)  # before a model is fetched for one that is not there
-    side = build_tokenizer_side(config, progress, startup, reads_text=reads_text)
-    path, spec = side.folder.path, side.spec
-    packs = open_packs(config.pack_cache)
-    with startup.phase("headers"):
-        checkpoint = _open(config, path, spec)
-    with startup.phase("device"):
-        device.memory_free()  # makes a GPU's context, so that no other phase does
-    with startup.phase("Triton"):
-        kernels = prepare_kernels(device.torch_device)
-    with startup.phase("decisions"):
-        resolved, memory, pricer = _decided(config, side, device, checkpoint is not None)
-    log = None if config.event_log is None else LogFile(config.event_log)
-    torch.set_num_threads(resolved.threads)
-    if device.name == "cpu":
-        native.set_threads(resolved.threads)
-        native.announce()
-    keeps = packs if device.name == "cpu" else None
-    decoder = _decoder(resolved, spec, device, checkpoint, keeps, progress, startup)
-    with startup.phase("cache") as opened:
-        kv = _cache(resolved, spec, device)
-        opened.detail = scaled(kv.num_bytes, "B")
-
-    def open_draft(source: DraftSource) -> Decoder:
-        return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
-
-    def tokenizer() -> Tokenizer | None:
-        return side.tokenizer if reads_text else load_tokenizer(side.text)
-
+    check_settings(config)
+    ranks = start_ranks(config) if config.tp > 1 else None
     try:
-        drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft)
-    except ConfigError as problem:
-        if config.speculate != "auto":
-            raise
-        say(logger, logging.WARNING, "nothing is drafted", reason=problem)
-        drafting, resolved = None, without_drafts(resolved)
-    executor = _executor(resolved, spec, device, decoder, kv, drafting)
-    memory = _measured(memory, decoder, kv, drafting)
+        opened = open_model(config, progress, startup, reads_text=reads_text)
+        return _driver(opened, ranks, progress, clock or WallClock(), startup)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _driver(
+    opened: OpenModel,
+    ranks: Ranks | None,
+    progress: Progress | None,
+    clock: Clock,
+    startup: StartUp,
+) -> Built:
+    """Rank 0, and what there is once: decisions, scheduler, prices, the record of the run."""
+    config, side, device = opened.config, opened.side, opened.device
+    least = None
+    if ranks is not None:
+        _decided(opened, None)  # what cannot be had here needs no rank to say so
+        with startup.phase("ranks"):
+            least = open_ranks(ranks, config, device, opened.digest(), str(side.folder.path))
+    with startup.phase("decisions"):
+        resolved, memory, pricer = _decided(opened, least)
+    log = None if config.event_log is None else LogFile(config.event_log)
+    placement = Placement()
+    if ranks is not None:
+        with startup.phase("meeting of ranks"):
+            placement = meet(ranks, resolved, config)
+        progress = watching(ranks, progress)
+    mine = build_rank(opened, resolved, placement, progress, startup)
+    resolved, spec, executor = mine.resolved, side.spec, mine.executor
+    scorer: Scorer | GroupScorer = mine.scorer
+    memory = _measured(memory, mine)
     draft = _draft_source(resolved)
     controller = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
     warm_up = _warm_up(resolved, executor, controller, startup)
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned, controller)
-    engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
+    group = None
+    if ranks is not None:
+        with startup.phase("other ranks"):
+            ranks.wait(messages.Built)
+        group = GroupExecutor(executor, ranks)
+        scorer = GroupScorer(mine.scorer, ranks)
+    engine = Engine(scheduler, group or executor, clock, resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
-    header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
+    model_config = read_config(side.folder.path)
+    header = engine_header(resolved, scheduler, pricer, model_config, draft_config)
     return Built(
         engine,
-        Scorer(
-            decoder, device, block_size=resolved.block_size, max_model_len=resolved.max_model_len
-        ),
+        scorer,
         spec,
         resolved,
         memory,
@@ -255,15 +366,17 @@ def build(
         pricer,
         log,
         startup.report(),
-        kernels,
+        opened.kernels,
         warm_up,
+        ranks,
     )
 
 
 def _decided(
-    config: EngineConfig, side: TokenizerSide, device: Device, has_weights: bool
+    opened: OpenModel, least: RankMemory | None
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...], Pricer]:
     """What is done, what memory that takes, and what its steps should cost."""
+    config, side, device = opened.config, opened.side, opened.device
     resolved, memory = resolve(
         config,
         side.spec,
@@ -271,8 +384,9 @@ def _decided(
         model_path=str(side.folder.path),
         model_name=side.folder.name,
         revision=side.folder.revision,
-        has_weights=has_weights,
+        has_weights=opened.checkpoint is not None,
         read_draft=lambda model: draft_source(model).spec,
+        least=least,
     )
     pricer = engine_pricer(config, resolved, side.spec, device)
     return with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer), memory, pricer
@@ -343,6 +457,8 @@ def _decoder(
     spec: ModelSpec,
     device: Device,
     checkpoint: Checkpoint | None,
+    *,
+    placement: Placement,
     packs: Packs | None,
     progress: Progress | None,
     startup: StartUp,
@@ -353,14 +469,14 @@ def _decoder(
     if spec.implementation == TRANSFORMERS:
         return _foreign_decoder(resolved, spec, device, checkpoint, startup)
     with startup.phase(f"{who}allocation"):
-        decoder = _empty_decoder(resolved, spec, device, min_token_ids)
+        decoder = _empty_decoder(resolved, spec, device, placement, min_token_ids)
     if checkpoint is None or resolved.load_format == "random":
         with startup.phase(f"{who}weights") as opened:
             decoder.randomize(resolved.seed)
             device.synchronize()
             opened.detail = "random"
         return decoder
-    served = _served(resolved, spec, min_token_ids)
+    served = _served(resolved, spec, placement, min_token_ids)
     key = "" if packs is None else pack_key(checkpoint, served)
     with startup.phase(f"{who}weights") as opened:
         begun = startup.elapsed_s()
@@ -383,9 +499,13 @@ def _decoder(
     return decoder
 
 
-def _served(resolved: ResolvedConfig, spec: ModelSpec, min_token_ids: int) -> tuple[str, ...]:
+def _served(
+    resolved: ResolvedConfig, spec: ModelSpec, placement: Placement, min_token_ids: int
+) -> tuple[str, ...]:
     """All but the checkpoint that decides what the decoder's layers keep."""
-    more = (str(min_token_ids),) if min_token_ids > spec.vocab_size else ()
+    more = [str(min_token_ids)] if min_token_ids > spec.vocab_size else []
+    if placement.size > 1:
+        more.append(f"rank {placement.rank} of {placement.size}")
     return (__version__, resolved.dtype, resolved.weight_format, repr(spec), *more)
 
 
@@ -405,14 +525,18 @@ def _source(
 
 
 def _empty_decoder(
-    resolved: ResolvedConfig, spec: ModelSpec, device: Device, min_token_ids: int
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    device: Device,
+    placement: Placement,
+    min_token_ids: int,
 ) -> Decoder:
     dtype = getattr(torch, resolved.dtype)
     return Decoder(
         spec,
         dtype=dtype,
         device=device.torch_device,
-        placement=Placement(),
+        placement=placement,
         attention=choose_backend(
             resolved.attention_backend,
             spec,
@@ -489,11 +613,23 @@ def _draft_decoder(
     served = replace(resolved, load_format="auto", weight_format=weight_format)
     keeps = packs if device.name == "cpu" else None
     return _decoder(
-        served, source.spec, device, checkpoint, keeps, None, startup, min_token_ids, "draft "
+        served,
+        source.spec,
+        device,
+        checkpoint,
+        placement=Placement(),
+        packs=keeps,
+        progress=None,
+        startup=startup,
+        min_token_ids=min_token_ids,
+        who="draft ",
     )
 
 
-def _cache(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> KVCache:
+def _cache(
+    resolved: ResolvedConfig, spec: ModelSpec, device: Device, placement: Placement
+) -> KVCache:
+    heads = placement.shard_heads(spec.layers[0].attention.num_kv_heads).length
     return KVCache(
         spec,
         kv_groups(spec),
@@ -502,6 +638,7 @@ def _cache(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> KVCache
         dtype=getattr(torch, resolved.dtype),
         device=device.torch_device,
         kv_format=resolved.kv_cache_dtype,
+        num_kv_heads=heads if placement.size > 1 else None,
     )
 
 
@@ -582,11 +719,9 @@ def _foreseen_drafts(controller: DraftLengthController | None) -> tuple[int, ...
     return (*usual, *(k for k in choices if k not in usual))
 
 
-def _measured(
-    memory: tuple[MemoryRow, ...], decoder: Decoder, kv: KVCache, drafting: Drafting | None
-) -> tuple[MemoryRow, ...]:
-    got = {"weights": decoder.num_bytes, "KV cache": kv.num_bytes}
-    if drafting is not None and isinstance(drafting.method, DraftModel):
-        draft = drafting.method
+def _measured(memory: tuple[MemoryRow, ...], rank: Rank) -> tuple[MemoryRow, ...]:
+    got = {"weights": rank.decoder.num_bytes, "KV cache": rank.kv.num_bytes}
+    if rank.drafting is not None and isinstance(rank.drafting.method, DraftModel):
+        draft = rank.drafting.method
         got |= {"draft weights": draft.decoder.num_bytes, "draft cache": draft.kv.num_bytes}
     return tuple(replace(row, measured=got.get(row.what)) for row in memory)

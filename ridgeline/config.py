@@ -11,7 +11,14 @@ import msgspec
 
 from ridgeline.declared import check_fields, says
 from ridgeline.errors import ConfigError
-from ridgeline.formats import ATTENTION_BACKENDS, KV_FORMATS, POLICIES, WEIGHT_FORMATS, Names
+from ridgeline.formats import (
+    ATTENTION_BACKENDS,
+    COLLECTIVES,
+    KV_FORMATS,
+    POLICIES,
+    WEIGHT_FORMATS,
+    Names,
+)
 
 DEFAULT_POLICY = "fcfs"
 
@@ -213,13 +220,40 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[
             Count,
             says(
-                "CPU threads for arithmetic; when not given, one for each 16 MiB of weights, at "
-                "most all cores",
+                "CPU threads for arithmetic, of each rank; when not given, one for each 16 MiB of "
+                "weights, at most all cores",
                 is_common=True,
             ),
         ]
         | None
     ) = None
+    tp: Annotated[
+        Count,
+        says(
+            "ranks (processes, one for each device) that share every layer of the model",
+            is_common=True,
+        ),
+    ] = 1
+    launcher: Annotated[
+        str,
+        says(
+            "who starts the other ranks: local does it on this machine; join waits for `ridgeline "
+            "worker --join` wherever they are; auto is local",
+            choices=("auto", "local", "join"),
+        ),
+    ] = "auto"
+    join_address: Annotated[
+        str | None,
+        says(
+            "with --launcher join: HOST:PORT where this machine waits for the other ranks, "
+            "by an address that they reach",
+            metavar="HOST:PORT",
+        ),
+    ] = None
+    collective: Annotated[
+        str,
+        says("how ranks add up what each has computed", choices=Names(COLLECTIVES, "auto")),
+    ] = "auto"
     calibration: Annotated[
         str | None,
         says(
@@ -282,7 +316,9 @@ class ResolvedConfig:
     attention_backend: str
     weight_format: str
     kv_cache_dtype: str
-    threads: int
+    threads: int  # of each rank
+    tp: int = 1
+    collective: str = ""
     decisions: tuple[Decision, ...] = ()
 
 

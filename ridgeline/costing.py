@@ -16,7 +16,7 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import SHORT, Precision, Setup
+from ridgeline.cost.setup import SHORT, Layout, Precision, Setup
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.errors import ConfigError
 from ridgeline.formats import RATE, AskedDrafts
@@ -60,7 +60,13 @@ def engine_pricer(
     host = replace(engine_host(constants.host, resolved), overlapped=overlapped)
     precision = Precision(resolved.dtype, resolved.weight_format, resolved.kv_cache_dtype)
     return Pricer(
-        Setup(spec, figures, precision=precision, calibration=replace(constants, host=host))
+        Setup(
+            spec,
+            figures,
+            Layout(tp=resolved.tp),
+            precision=precision,
+            calibration=replace(constants, host=host),
+        )
     )
 
 

@@ -5,6 +5,7 @@ RidgelineError
     DoesNotFit    it would not fit in memory; carries the itemised table
   RequestFault    one request is at fault and no other is harmed
   EngineFault     a step failed: what was in flight fails, the engine goes on or restarts
+  EngineLost      a part of the engine is gone: nothing can be served before it is started again
   InternalError   an invariant of ours broke (raised by `check` alone)
 """
 
@@ -67,6 +68,10 @@ class RequestFault(RidgelineError):
 
 class EngineFault(RidgelineError):
     """A step failed on the device; requests that were in flight fail with it."""
+
+
+class EngineLost(RidgelineError):
+    """A rank of a group has ended, failed or is stuck; names it. Another engine must be started."""
 
 
 class InternalError(RidgelineError):

@@ -183,6 +183,10 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
+COLLECTIVES: dict[str, str] = {
+    "gloo": "ridgeline.distributed.gloo:Gloo",
+    "shared": "ridgeline.distributed.shared_memory:SharedMemory",
+}
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV", takes_latent=True),
     "fp8": KVFormatLine("ridgeline.kvcache.formats:Fp8KV", element_bits=8, takes_latent=True),

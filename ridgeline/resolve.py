@@ -33,11 +33,13 @@ from ridgeline.cost.memory import (
     device_kind,
     graph_items,
     size_text,
+    weight_items,
     working_items,
 )
-from ridgeline.cost.setup import DTYPE_BYTES
+from ridgeline.cost.setup import DTYPE_BYTES, Layout, Precision
 from ridgeline.devices import Device
 from ridgeline.devices.host_memory import kept_for_others
+from ridgeline.distributed.collectives import collective_class
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.formats import CHECKPOINT, WeightFormatLine, weight_line
 from ridgeline.kernels.cpu.native import library
@@ -72,6 +74,20 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank may take, in bytes; `bound` says why it is less than the hardware has, if it
+    is."""
+
+    total: int
+    free: int
+    bound: str = ""
+
+
+def memory_of(device: Device) -> RankMemory:
+    return RankMemory(device.memory_total(), device.memory_free(), device.memory_bound())
+
+
+@dataclass(frozen=True, slots=True)
 class _Memory:
     """A device as far as sizes are concerned, in bytes."""
 
@@ -103,17 +119,18 @@ def resolve(
     revision: str | None,
     has_weights: bool,
     read_draft: ReadSpec | None = None,
+    least: RankMemory | None = None,
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...]]:
-    """The final configuration and the memory it will take. `read_draft` reads the model that
-    drafts, where `speculate` names one.
+    """The final configuration and the memory it will take, on each rank. `read_draft` reads the
+    model that drafts, where `speculate` names one. `least` is the memory of the rank that has
+    least, where that is not this device's own.
 
     Raises ConfigError for a choice that cannot be had and DoesNotFit, with the itemised table and
     changes that have been tried, when weights and one request's cache exceed the memory allowed.
     Nothing is allocated here.
     """
-    memory = _Memory(
-        device.name, device.memory_total(), device.memory_free(), device.memory_bound()
-    )
+    found = least or memory_of(device)
+    memory = _Memory(device.name, found.total, found.free, found.bound)
 
     def attempt(asked: EngineConfig, where: _Memory) -> Resolved:
         take = partial(
@@ -162,9 +179,8 @@ def _resolve(
     chosen = _choose(config, spec, device, model_path, model_name, has_weights, decisions)
     chosen = _with_drafts(chosen, config, spec, model_path, read_draft, no_drafts, decisions)
     in_flight = _in_flight(config, chosen.kind, chosen.drafting, decisions)
-    block_bytes = bytes_per_block(
-        spec, config.block_size, chosen.dtype_bytes, kv_format=config.kv_cache_dtype
-    )
+    size, kv = chosen.dtype_bytes, config.kv_cache_dtype
+    block_bytes = bytes_per_block(spec, config.block_size, size, kv_format=kv, ranks=config.tp)
     fixed, draft_block_bytes = _beside_the_cache(config, spec, chosen)
     num_blocks, max_model_len = _cache_size(
         config,
@@ -211,10 +227,12 @@ def _resolve(
         weight_format=chosen.weight_format,
         kv_cache_dtype=config.kv_cache_dtype,
         threads=threads,
+        tp=config.tp,
+        collective=chosen.collective,
         decisions=tuple(decisions.made),
     )
-    others, draft_block_bytes = _beside_the_cache(config, spec, chosen)
-    caches = [("KV cache", block_bytes), ("draft cache", draft_block_bytes)]
+    others, draft_bytes = _beside_the_cache(config, spec, chosen)
+    caches = [("KV cache", block_bytes), ("draft cache", draft_bytes)]
     sizes = [(what, (num_blocks + 1) * size) for what, size in caches if size]  # and the null block
     rows = (("weights", chosen.weights), *sizes, *others)
     return resolved, tuple(MemoryRow(*row) for row in rows)
@@ -239,6 +257,7 @@ class _Chosen:
     captured: int
     captured_tokens: int
     kept: int
+    collective: str = ""
     drafting: Drafting = NO_DRAFTS
     verified: int = 0
 
@@ -283,21 +302,53 @@ def _choose(
     if kind == "cpu" and line.compute is not None and line.cpu_compute is None:
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
+    collective = _collective(config, kind, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
+    if captured and collective and not collective_class(collective).captures:
+        because = f"ranks talk over {collective}, which no captured step can call"
+        decisions.note("captured steps", captured, "none", because)
+        captured = 0
     has_graphs = captured > 0 and kind == "cuda"
     return _Chosen(
         kind=kind,
         dtype=dtype,
         load_format=load_format,
         weight_format=weight_format,
-        weights=weight_bytes(spec, DTYPE_BYTES[dtype], weight_format),
+        weights=_weights(spec, dtype, weight_format, config.tp),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         captured=captured,
         captured_tokens=min(most_prompt_tokens(spec), batched) if has_graphs else 0,
         kept=kept_for_others() if kind == "cpu" else 0,
+        collective=collective,
     )
+
+
+def _weights(spec: ModelSpec, dtype: str, weight_format: str, ranks: int) -> int:
+    """Bytes on the fullest rank."""
+    if ranks == 1:
+        return weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
+    items = weight_items(spec, Layout(tp=ranks), Precision(dtype, weight_format))
+    return sum(item.bytes for item in items)
+
+
+def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
+    """How ranks talk; empty for one rank."""
+    if config.tp == 1:
+        return ""
+    local = config.launcher != "join"
+    where = "started on this machine" if local else f"that come to {config.join_address}"
+    decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
+    if config.launcher == "auto":
+        decisions.note("launcher", "auto", "local", "nothing says that ranks are elsewhere")
+    if config.collective != "auto":
+        return config.collective
+    if kind == "cpu" and local and library() is not None:
+        decisions.note("collective", "auto", "shared", "all ranks have this machine's memory")
+        return "shared"
+    decisions.note("collective", "auto", "gloo", "ranks talk over sockets")
+    return "gloo"
 
 
 def _with_drafts(
@@ -341,6 +392,7 @@ def _beside_the_cache(
         dtype_bytes=chosen.dtype_bytes,
         kind=kind,
         context=chosen.max_model_len,
+        ranks=config.tp,
     )
     most = max(chosen.captured, chosen.verified) * chosen.has_graphs
     graphs = graph_items(spec, most, chosen.captured_tokens, chosen.dtype_bytes)
@@ -397,6 +449,8 @@ def _check_deterministic(
     way_out = "leave out deterministic, or"
     if kind != "cuda":
         raise ConfigError(f"deterministic needs a CUDA device, not {kind}; {way_out} serve on one")
+    if config.tp > 1:
+        raise ConfigError(f"deterministic needs all of the model on one rank; {way_out} tp")
     if config.attention_backend not in ("auto", INVARIANT):
         raise ConfigError(
             f"deterministic needs attention_backend {INVARIANT}, not {config.attention_backend};"
@@ -417,7 +471,7 @@ def _check_deterministic(
 
 def _check_foreign(config: EngineConfig, spec: ModelSpec) -> None:
     """What layers that another library computes cannot have."""
-    for name, usual in (("weight_format", "plain"), ("deterministic", False)):
+    for name, usual in (("weight_format", "plain"), ("deterministic", False), ("tp", 1)):
         if getattr(config, name) not in ("auto", usual):
             raise ConfigError(
                 f"{name} {getattr(config, name)} needs native layers, and a {spec.family} runs "
@@ -503,7 +557,8 @@ def _threads(config: EngineConfig, kind: str, weights: int, decisions: _Decision
     """Small models lose more by waiting for a second thread than it computes for them."""
     if config.threads is not None:
         return config.threads
-    threads = min(CORES, max(1, weights // WEIGHT_BYTES_PER_THREAD)) if kind == "cpu" else CORES
+    cores = max(1, CORES // config.tp) if config.launcher != "join" else CORES
+    threads = min(cores, max(1, weights // WEIGHT_BYTES_PER_THREAD)) if kind == "cpu" else cores
     if threads < CORES:
         decisions.note("threads", None, threads, f"{weights / 1e6:.1f} MB of weights")
     return threads
@@ -568,7 +623,7 @@ def _cache_size(
     else:
         room = allowed - used
         if kind == "cpu":
-            room = min(room, CPU_CACHE_BYTES)
+            room = min(room, CPU_CACHE_BYTES // config.tp)
         num_blocks = min(room // block_bytes - 1, wanted)
         why = "every request at full length" if num_blocks == wanted else "the memory left"
         if num_blocks < wanted and device.bound and room == allowed - used:

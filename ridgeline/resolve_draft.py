@@ -142,6 +142,8 @@ def why_no_drafts(
             "drafts are checked several at once, which deterministic rules out; leave out one of "
             "deterministic and speculate"
         )
+    if config.tp > 1:
+        return "drafts of several ranks are not served yet; leave out tp"
     if captured:
         return None
     if spec.implementation != NATIVE:

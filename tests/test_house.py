@@ -20,17 +20,17 @@ from tests.test_architecture import PACKAGE, dotted, modules, nodes, of_ours, tr
 MAX_LINES = {
     # The words and bounds of options; two long functions cut; sizes in GB and GiB;
     # a choice of whose code computes the layers.
-    "": 5_912,  # a pass of a model with all its numbers
-    "architectures": 4_894,  # without the files of families
+    "": 6_632,  # a pass of a model with all its numbers
+    "architectures": 5_000,  # without the files of families
     "attention": 2_180,  # latent attention: three more backends; sinks
     "benchmark": 1_150,
-    "cli": 6_170,  # how experts are chosen, sinks and shared caches, in inspect; the lab
-    "compression": 1_330,  # norms with a bias
+    "cli": 6_220,  # how experts are chosen, sinks and shared caches, in inspect; the lab
+    "compression": 1_352,  # norms with a bias
     # Memories of a device, tiles of attention; stages and layers of a step one by one: for the lab.
     "cost": 5_715,
     "demo": 40,
     "devices": 530,
-    "distributed": 397,  # several ranks: gloo, shared memory
+    "distributed": 1_320,  # gloo, shared memory; links to ranks, who starts them, who is stuck
     "evaluation": 745,
     "executor": 3_252,
     "kernels": 23_323,  # experts in grouped products; latent attention; sums of ranks
@@ -38,7 +38,7 @@ MAX_LINES = {
     "lab": 1_600,  # the last minutes of traffic under another setting
     "kvcache": 485,  # latent vectors, one for all heads
     # Latent attention, stacked experts and their choice, layer norms; Transformers' modules.
-    "layers": 3_098,  # shared experts in grouped products
+    "layers": 3_114,  # shared experts in grouped products
     "loader": 3_010,  # names that files write in other ways; keys and values made by two tensors
     "measure": 3_010,  # decoding written in several ways
     "observe": 2_415,  # how evenly experts are used
@@ -47,8 +47,8 @@ MAX_LINES = {
     "router": 610,  # first tokens predicted: speeds, cached beginnings, failures
     "sampling": 900,
     "scheduler": 3_585,  # blocks change hands together, in half the CPU time
-    "server": 10_570,  # the words of its options; pages for browsers; a router, replicas behind it
-    "simulator": 2_237,  # lanes of slots; replicas that are lost, and what a router sees of them
+    "server": 10_506,  # the words of its options; pages for browsers, and what they watch
+    "simulator": 2_370,  # lanes of slots; replicas that are lost, and what a router sees of them
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_105,
 }
@@ -58,7 +58,7 @@ MAX_FAMILY_LINES = 130
 # So is a page of the lab.
 PAGES = "ridgeline.lab.pages."
 MAX_PAGE_LINES = 420
-MAX_FILES = 446  # of Python, families and pages apart; the lab, and what the server shows of it
+MAX_FILES = 453  # of Python, families and pages apart; the lab, and what the server shows of it
 MAX_PROTOCOLS = 26
 MAX_FUNCTION_LINES = 80
 LONGER: dict[str, int] = {}  # that are to be made shorter, not longer
@@ -66,7 +66,7 @@ MIN_MODULE_LINES = 60  # a shorter one that a single module imports belongs into
 SHORT_ALONE = {
     "ridgeline.__main__": "Python looks for it",
     "ridgeline.cli.completion": "a command",
-    "ridgeline.distributed.collectives": "a table, open to the launchers",
+    "ridgeline.cli.worker": "a command",
     "ridgeline.kernels.int8_rows_triton": "loaded where there is Triton",
     "ridgeline.kernels.silu_mul_triton": "loaded where there is Triton",
     "ridgeline.scheduler.policies.fcfs": "a line of POLICIES",

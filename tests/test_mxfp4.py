@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ridgeline import LLM, ConfigError, SamplingParams
+from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
 from ridgeline.layers.cut_source import unpack_mxfp4
 from tests.layers.reference_models import YARN, ReferenceModel, tiny_config
@@ -79,7 +79,13 @@ def test_every_number() -> None:
     assert torch.equal(unpack_mxfp4(every[0], scales[0]), want)
 
 
-def test_other_packings_of_stacked_experts_are_refused() -> None:
-    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ConfigError, match="one tensor for all experts of a layer"):
-        read_spec(config)
+def test_quantized_experts_have_a_matrix_each() -> None:
+    """Those of other packings, unless they were left as they are."""
+    for left, is_stacked in (([], False), (["re:.*experts"], True)):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": left}
+        spec = read_spec(CONFIG | {"quantization_config": said | {"config_groups": groups}})
+        assert any(one.experts for one in spec.tensor_layouts) is is_stacked
+        assert (spec.layers[0].scheme_of("gate") is None) is is_stacked
+        assert spec.layers[0].scheme_of("q") is not None

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 
-from ridgeline.architectures.parts import Part, norm_roles, parts, products
+from ridgeline.architectures.parts import Part, parts, products, shared_tensors
 from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.architectures.shares import fullest_share, held_copies, own_share
 from ridgeline.architectures.spec import (
@@ -27,16 +27,15 @@ from ridgeline.formats import CHECKPOINT, WeightFormatLine, kv_line, weight_line
 
 def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
-    matrices = 1 if spec.tie_embeddings else 2
-    norm = len(norm_roles(spec.norm_kind, "norm")) * spec.hidden_size
-    rows = matrices * spec.vocab_size + spec.learned_positions
-    shared = rows * spec.hidden_size + norm
+    shared = sum(prod(shape) for shape in shared_tensors(spec).values())
     return shared + linear_weights(spec) + sum(small_parameters(spec, one) for one in spec.layers)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
     """Numbers that one token is multiplied by: only the chosen experts, no embedding look-up."""
-    rows = spec.learned_positions + (0 if spec.tie_embeddings else spec.vocab_size)
+    rows = spec.learned_positions if spec.has_embedding else 0
+    if spec.holds_embedding and not (spec.has_head and spec.tie_embeddings):
+        rows += spec.vocab_size
     idle = rows * spec.hidden_size
     idle += sum(_idle_weights(layer, part) for layer, part in _every(spec))
     return num_parameters(spec) - idle
@@ -100,7 +99,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
         width = spec.hidden_size
         scheme = sum(n * _scheme_bytes(width, layer, dtype_bytes)[0] for layer, n in every)
     scheme += sum(n * layer_scale_bytes(spec.hidden_size, one, weight_format) for one, n in every)
-    matrices = 1 if spec.tie_embeddings else 2
+    matrices = spec.holds_embedding + spec.holds_head
     rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
     vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
     wide = sum(part.num_numbers for _, part in _every(spec) if part.is_float32)
@@ -227,7 +226,7 @@ def _product_flops(layer: LayerSpec, part: Part) -> int:
 
 def logits_flops(spec: ModelSpec) -> int:
     """Operations of one row of logits."""
-    return 2 * spec.vocab_size * spec.hidden_size
+    return 2 * spec.vocab_size * spec.hidden_size if spec.has_head else 0
 
 
 def attention_flops(spec: ModelSpec, num_new: int, num_before: int) -> int:
@@ -279,7 +278,10 @@ def flops_per_key(attention: AttentionSpec) -> int:
 
 def behind_last_attention_flops(spec: ModelSpec) -> int:
     """Operations of one token behind the attention of the last layer, up to the output matrix. They
-    are for its own logits alone, as no layer attends any more."""
+    are for its own logits alone, as no layer attends any more; of a stage that has no head, for the
+    next one."""
+    if not spec.has_head:
+        return 0
     last = spec.layers[-1]
     every = parts(last, spec.hidden_size)
     return sum(_product_flops(last, part) for part in every if not part.feeds_attention)

@@ -301,17 +301,22 @@ def tensor_name(names: Mapping[str, str], role: str, layer: int, expert: int | N
     return (own or names[role]).format(layer=layer, expert=expert, head=HEAD)
 
 
+def layer_name(spec: ModelSpec, role: str, index: int, expert: int | None = None) -> str:
+    """The same, of a layer of this model or stage."""
+    return tensor_name(spec.tensor_names, role, spec.first_layer + index, expert)
+
+
 def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Part]:
     """Checkpoint tensor name -> what it is, of one layer; expert after expert."""
-    every, names = parts(spec.layers[index], spec.hidden_size), spec.tensor_names
+    every = parts(spec.layers[index], spec.hidden_size)
     experts = [part for part in every if part.is_experts]
     found: dict[str, Part] = {}
     for part in every:
         if not part.is_experts:
-            name = tensor_name(names, part.role, index)
+            name = layer_name(spec, part.role, index)
             found |= _of_heads(name, part) if HEAD in name else {name: part}
     for expert in range(experts[0].copies if experts else 0):
-        found |= {tensor_name(names, part.role, index, expert): part for part in experts}
+        found |= {layer_name(spec, part.role, index, expert): part for part in experts}
     return found
 
 
@@ -323,29 +328,31 @@ def _of_heads(name: str, part: Part) -> dict[str, Part]:
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> shape, for every tensor that the model needs."""
-    embedding, *behind = shared_tensors(spec).items()
-    tensors = dict([embedding])
+    behind, first = shared_tensors(spec), spec.tensor_names["embedding"]
+    tensors = {first: behind.pop(first)} if spec.holds_embedding else {}
     for index in range(spec.num_layers):
         tensors |= {name: part.shape for name, part in layer_tensors(spec, index).items()}
-    return tensors | dict(behind)
+    return tensors | behind
 
 
 def shared_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The same of those that are no layer's: what begins, then what ends."""
     names, width = spec.tensor_names, spec.hidden_size
-    tensors: dict[str, tuple[int, ...]] = {
-        names["embedding"]: (spec.vocab_size, width),
-        **({names["positions"]: (spec.learned_positions, width)} if spec.learned_positions else {}),
-        **{names[role]: (width,) for role in norm_roles(spec.norm_kind, "norm")},
-    }
-    if not spec.tie_embeddings:
+    tensors: dict[str, tuple[int, ...]] = {}
+    if spec.holds_embedding:
+        tensors[names["embedding"]] = (spec.vocab_size, width)
+    if spec.has_embedding and spec.learned_positions:
+        tensors[names["positions"]] = (spec.learned_positions, width)
+    if spec.has_head:
+        tensors |= {names[role]: (width,) for role in norm_roles(spec.norm_kind, "norm")}
+    if spec.holds_head:
         tensors[names["lm_head"]] = (spec.vocab_size, width)
     return tensors
 
 
 def optional_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Tensors that may be there and are then compared: the output matrix of a tied model."""
-    if not spec.tie_embeddings:
+    if not spec.tie_embeddings or not spec.holds_embedding:
         return {}
     return {spec.tensor_names["lm_head"]: (spec.vocab_size, spec.hidden_size)}
 

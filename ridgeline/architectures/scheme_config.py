@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.parts import ROUTER, Part, expected_tensors, parts
+from ridgeline.architectures.parts import ROUTER, Part, expected_tensors, layer_tensors, parts
 from ridgeline.architectures.quantization_scheme import (
     CHECKPOINT_FORMATS,
     Scheme,
@@ -22,6 +22,7 @@ from ridgeline.architectures.tensor_layouts import (
     checkpoint_shapes,
     cuts,
     layer_cuts,
+    unstacked,
     untransposed,
 )
 from ridgeline.registry import opened
@@ -49,14 +50,8 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     if section is None:
         return spec
     method = section.text("quant_method")
-    if experts := [one for one in spec.tensor_layouts if one.experts]:
-        if method == "mxfp4" and any(one.mxfp4 for one in experts):
-            return spec
-        raise section.fail(
-            "quant_method",
-            f"is {method[:40]!r}; of a model whose checkpoint has one tensor for all experts of a"
-            " layer it is not read: serve the one that this was made from",
-        )
+    if method == "mxfp4" and any(one.mxfp4 for one in spec.tensor_layouts):
+        return spec
     line = CHECKPOINT_FORMATS.get(method)
     if line is None:
         raise section.fail(
@@ -67,9 +62,13 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     scale_dtype = section.text(SCALES, default=line.scale_dtype or spec.dtype)
     if scale_dtype not in ("float32", "float16", "bfloat16"):
         raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
+    find: Find = opened(line.config)(section, scale_dtype)
+    separate = unstacked(spec)
+    experts = (name for name, part in layer_tensors(separate, 0).items() if part.is_experts)
+    if any(find(name.removesuffix(".weight")) for name in experts):
+        spec = separate
     shapes = checkpoint_shapes(untransposed(spec))
     check_work(section, len(shapes))
-    find: Find = opened(line.config)(section, scale_dtype)
     layers = [
         replace(layer, schemes=tuple(_of_layer(spec, index, layer, find, shapes, section)))
         for index, layer in enumerate(spec.layers)

@@ -207,7 +207,10 @@ class ModelSpec:
     `norm_offset` is added to what the checkpoint has as weights of norms. Rows of the embedding are
     multiplied by `embedding_scale`, what a branch adds by `residual_scale`, logits by
     `logits_scale`; then they become cap * tanh(logit / cap), where there is a `logits_cap`.
-    `left_out`: how tensors of the checkpoint begin that are of other parts, which see images."""
+    `left_out`: how tensors of the checkpoint begin that are of other parts, which see images.
+
+    A stage of a pipeline is a model that has some layers of another, from `first_layer` on;
+    `has_embedding`: it begins with token ids, `has_head`: it ends with logits (see `stages.py`)."""
 
     family: str
     vocab_size: int
@@ -233,6 +236,19 @@ class ModelSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     left_out: tuple[str, ...] = ()
+    first_layer: int = 0
+    has_embedding: bool = True
+    has_head: bool = True
+
+    @property
+    def holds_embedding(self) -> bool:
+        """Its matrix: to look up, or as the output matrix."""
+        return self.has_embedding or (self.has_head and self.tie_embeddings)
+
+    @property
+    def holds_head(self) -> bool:
+        """An output matrix that is not the embedding."""
+        return self.has_head and not self.tie_embeddings
 
     @property
     def num_layers(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.parts import HEAD, expected_tensors, layer_tensors, parts, tensor_name
+from ridgeline.architectures.parts import HEAD, expected_tensors, layer_name, layer_tensors, parts
 from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -89,7 +89,7 @@ def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
         start, stride = 0, sum(own.values())
         is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
         for role, length in own.items():
-            name = one.name.format(layer=index)
+            name = one.name.format(layer=spec.first_layer + index)
             order = orders.get(role, ())
             cut = Cut(name, start, length, stride, order, is_transposed, num_strides=one.blocks)
             if len(one.roles) > 1 or is_transposed or one.experts:
@@ -98,7 +98,7 @@ def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
             start += length
     for role, order in orders.items():
         if order and role in rows and role not in done:
-            name = tensor_name(spec.tensor_names, role, index)
+            name = layer_name(spec, role, index)
             by_head = layer.attention.qk_norm_kind != "rms" and role.endswith("_norm")
             if HEAD in name:
                 size = layer.attention.head_dim
@@ -114,12 +114,12 @@ def _of_experts(
     """The cut of a layer's parameter, or those of all its experts."""
     inner = spec.layers[index].feed_forward
     if not layout.experts:
-        yield tensor_name(spec.tensor_names, role, index), cut
+        yield layer_name(spec, role, index), cut
     elif isinstance(inner, ExpertsSpec):
         count = inner.num_experts
         for expert in range(count):
             own = replace(cut, expert=expert, num_experts=count, mxfp4=layout.mxfp4)
-            yield tensor_name(spec.tensor_names, role, index, expert), own
+            yield layer_name(spec, role, index, expert), own
 
 
 def head_order(attention: AttentionSpec) -> tuple[int, ...]:
@@ -162,6 +162,12 @@ def checkpoint_pattern(spec: ModelSpec, role: str) -> str:
     """The name of the tensor that holds this role, with {layer} to fill in; "": there is none."""
     fused = next((one.name for one in spec.tensor_layouts if role in one.roles), None)
     return fused or spec.tensor_names.get(role, "")
+
+
+def unstacked(spec: ModelSpec) -> ModelSpec:
+    """The same with a tensor for each matrix of each expert, as quantized checkpoints have them."""
+    kept = tuple(one for one in spec.tensor_layouts if not one.experts)
+    return replace(spec, tensor_layouts=kept)
 
 
 def untransposed(spec: ModelSpec) -> ModelSpec:

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "answer prompts and print the text",
     "chat": "talk to the model in the terminal",
     "serve": "serve the model over HTTP with OpenAI's API",
+    "worker": "share a model with a server that runs elsewhere, as one of its ranks",
     "route": "one address for several servers: each request goes where it is answered soonest",
     "pull": "download a model from the hub, checked and resumed, and say where it lies",
     "inspect": "show what a model is made of and what memory it needs",

@@ -23,7 +23,7 @@ from ridgeline.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ridgeline.compression.stream import Job, Progress, Report, Texts
+    from ridgeline.compression.stream import Job, LayerReport, Progress, Report, Texts
     from ridgeline.evaluation.intervals import Row
     from ridgeline.evaluation.texts import Marked
     from ridgeline.text.tokenizer import Tokenizer
@@ -42,6 +42,9 @@ methods:
          of a calibration text say
   awq    multiply the inputs that matter and cut spans where that helps, then round; the factors
          go into the norm or matrix before, so the model is as fast as with rtn
+
+Experts that too few tokens of the calibration text came to (gptq: fewer than a matrix has inputs,
+awq: than an eighth of them) are rounded to nearest, and the report counts and names them.
 
 DIR gets the compressed-tensors layout (pack-quantized). Transformers reads it with the package
 compressed-tensors 0.20 or later; with --asymmetric that package unpacks each matrix, but
@@ -346,11 +349,21 @@ def _shown(
     yield grid(("all layers", "original", "quantized"), rows, box=box.SIMPLE)
     alone = any(one.alone for one in report.layers)
     yield table(report.layers, (*LAYERS, *ALONE) if alone else LAYERS, box=box.SIMPLE)
+    yield from (_few(one) for one in report.layers if one.few)
     if scores:
         pairs = zip(scores["original"], scores["quantized"], strict=True)
         yield table(pairs, SCORES, box=box.SIMPLE)
     for what, rate in speeds.items():
         yield f"predicted on {args.predict_on}, {what} weights: {rate:.1f} tokens/s"
+
+
+def _few(layer: LayerReport) -> str:
+    name, least = min(layer.few.items(), key=lambda item: item[1])
+    return (
+        f"layer {layer.layer}: {len(layer.few)} matrices are rounded to nearest, since too few of "
+        f"the calibration's tokens came to them ({least} to {max(layer.few.values())}; fewest to "
+        f"{name}); more --num-windows bring more"
+    )
 
 
 LAYERS = (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.architectures import read_spec
+from ridgeline.architectures import OWN_TENSORS, read_spec
 from ridgeline.architectures.parts import layer_tensors, shared_tensors
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.tensor_layouts import Cut, checkpoint_layer
+from ridgeline.architectures.tensor_layouts import Cut, checkpoint_layer, unstacked
 from ridgeline.compression.rounding import Rounded
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.cut_source import cut_out, join
@@ -174,6 +174,9 @@ def write_plain(folder: Path, out: Path) -> None:
     if not isinstance(described, dict):
         raise ConfigError(f"{folder}: config.json has no {KEY}; the model is plain already")
     grids, spec, source = read_grids(described), read_spec(config), FileTensors(folder)
+    if unstacked(spec) != spec:
+        config[OWN_TENSORS] = True
+        spec = read_spec(config)
     out.mkdir()
     shard_of: dict[str, str] = {}
     total, count = 0, spec.num_layers + 1

@@ -155,6 +155,8 @@ class Layer:
         inner = self.spec.layers[self.index].feed_forward
         if product == "down" and isinstance(inner, DenseSpec) and not inner.gated:
             return None  # what the activation made
+        if product == "experts_down" and inner.activation == "clamped":
+            return None  # no scale passes it
         latent = self.spec.layers[self.index].attention.latent
         if latent is not None and product in ("latent_down", "q_up", "attention_out"):
             if latent.q_lora_rank is None or product == "attention_out":

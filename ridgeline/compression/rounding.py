@@ -6,7 +6,7 @@ O outputs, E hidden, K KV heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -38,13 +38,22 @@ class Method:
     def needs_text(self) -> bool:
         return self.name != "rtn"
 
+    def least_tokens(self, inputs: int) -> int:
+        """Fewer tokens say less about so many inputs than they mislead: by GPTQ with 1/8 to 1/2 of
+        these the products are up to 1.5 times as far off as by rounding to nearest (4 bits, inputs
+        that are independent), by AWQ with half of these 1.05 to 1.5 times."""
+        return {"rtn": 0, "gptq": inputs, "awq": -(-inputs // 8)}[self.name]
+
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """By name: `matrices`, and `folded`, other parameters that changed, in the stored dtype."""
+    """By name: `matrices`, and `folded`, other parameters that changed, in the stored dtype.
+    `few`: how many tokens came to those matrices that too few came to; they are rounded to nearest.
+    """
 
     matrices: dict[str, Quantized]
     folded: dict[str, torch.Tensor]
+    few: dict[str, int] = field(default_factory=dict)
 
 
 def round_layer(layer: Layer, states: States, method: Method) -> Rounded:
@@ -76,6 +85,7 @@ def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
     """GPTQ: each matrix sees inputs made by the quantized ones before it. Matrices of a stage do
     not see each other: those of one product, or of that product of all experts."""
     made: dict[str, Quantized] = {}
+    few: dict[str, int] = {}
     stages: dict[str, list[Input]] = {}
     for one in layer.inputs:
         stages.setdefault(one.product, []).append(one)
@@ -86,12 +96,27 @@ def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
         half = layer if layer.is_parallel else layer.attend if is_of_attention else layer.feed
         for stage in own:
             seen = watched(half, states, layer, stage)
+            few |= _few(layer, seen, method)
             for name, statistics in ((n, seen[one.names]) for one in stage for n in one.names):
                 weight_OI, hessian_II = layer.tensors[name], statistics.hessian_II
-                made[name] = gptq(weight_OI, hessian_II, method.grid, method.gptq)
+                made[name] = (
+                    round_to_nearest(weight_OI, method.grid)
+                    if name in few
+                    else gptq(weight_OI, hessian_II, method.grid, method.gptq)
+                )
                 weight_OI.copy_(made[name].dequantize())
         states.advance(half, layer.device)
-    return Rounded(made, {})
+    return Rounded(made, {}, few)
+
+
+def _few(layer: Layer, seen: Mapping[Names, InputStatistics], method: Method) -> dict[str, int]:
+    """See Rounded."""
+    return {
+        name: one.num_tokens
+        for names, one in seen.items()
+        for name in names
+        if one.num_tokens < method.least_tokens(layer.tensors[name].shape[1])
+    }
 
 
 def watched(
@@ -119,7 +144,13 @@ def _by_scales(layer: Layer, states: States, method: Method) -> Rounded:
     """AWQ: all scales of the layer first, as one changes the rows that another's columns meet."""
     inputs, tensors = layer.inputs, layer.tensors
     seen = watched(layer, states, layer, inputs)
-    found = [_scale_of(layer, one, seen[one.names], method.grid) for one in inputs]
+    few = _few(layer, seen, method)
+    found = [
+        torch.ones_like(seen[one.names].magnitude_I)
+        if one.names[0] in few
+        else _scale_of(layer, one, seen[one.names], method.grid)
+        for one in inputs
+    ]
     folded: dict[str, torch.Tensor] = {}
     scales = [
         _fold(layer, one, scale_I, method.scheme, folded)
@@ -132,14 +163,18 @@ def _by_scales(layer: Layer, states: States, method: Method) -> Rounded:
     for one, scale_I in zip(inputs, scales, strict=True):
         hessian_II = seen[one.names].hessian_II / torch.outer(scale_I, scale_I)
         for name in one.names:
-            made[name] = clip_and_round(tensors[name], hessian_II, method.grid)
-    return Rounded(made, folded)
+            made[name] = (
+                round_to_nearest(tensors[name], method.grid)
+                if name in few
+                else clip_and_round(tensors[name], hessian_II, method.grid)
+            )
+    return Rounded(made, folded, few)
 
 
 def _scale_of(layer: Layer, one: Input, seen: InputStatistics, grid: Grid) -> torch.Tensor:
     weights = [layer.tensors[name] for name in one.names]
     magnitude_I = seen.magnitude_I
-    if one.made_by is None or not seen.num_tokens:
+    if one.made_by is None:
         return torch.ones_like(magnitude_I)
     if one.product != "attention_out":
         return search_scales(weights, seen.hessian_II, magnitude_I, grid)

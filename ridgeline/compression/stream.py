@@ -31,6 +31,7 @@ from ridgeline.architectures.tensor_layouts import (
     checkpoint_layer,
     checkpoint_pattern,
     checkpoint_shapes,
+    unstacked,
 )
 from ridgeline.compression.checkpoints import FileTensors, read_layer, written_layer
 from ridgeline.compression.layer import Layer, States, embed
@@ -96,7 +97,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class LayerReport:
     """`drift`: squared distance of the held-out states after this layer from the original's, as a
-    share of the squared length of those. `alone`: see Job."""
+    share of the squared length of those. `few`: see `Rounded`. `alone`: see Job."""
 
     layer: int
     bits: int
@@ -105,6 +106,7 @@ class LayerReport:
     seconds: float
     resumed: bool
     drift: float
+    few: dict[str, int]
     alone: Quality | None
 
 
@@ -144,11 +146,6 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     spec = read_spec(config)
     check_served(spec)
     check_plain(job.model, spec)
-    if any(one.experts for one in spec.tensor_layouts):
-        raise ConfigError(
-            f"{job.model}: one tensor holds all experts of a layer, which is not written in fewer"
-            " bits; serve it with weight_format int4 instead, which rounds as it loads"
-        )
     source, checkpoint = (
         FileTensors(job.model, spec.written),
         open_checkpoint(job.model, written=spec.written),
@@ -165,7 +162,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
         report = run.all_layers(progress)
     finally:
         shutil.rmtree(job.out / STATES_FOLDER, ignore_errors=True)
-    _finish(job, config, spec, run.shard_of, report)
+    _finish(job, config, run.written, run.shard_of, report)
     return report
 
 
@@ -249,6 +246,7 @@ class _Run:
     def __init__(self, job: Job, spec: ModelSpec, source: FileTensors) -> None:
         self.job, self.spec, self.files = job, spec, source
         self.source = of_parameters(source, spec)
+        self.written = unstacked(spec)
         self.count = spec.num_layers + 1
         self.shard_of: dict[str, str] = {}
         texts, width = job.texts, spec.hidden_size
@@ -317,7 +315,7 @@ class _Run:
         scored_NS = texts.is_scored_NS
         return compare(head, self.original, states, texts.held_out_NS, scored_NS, device)
 
-    def _layer(self, index: int) -> tuple[int, int, int, int, float, bool, float]:
+    def _layer(self, index: int) -> tuple[int, int, int, int, float, bool, float, dict[str, int]]:
         started = time.perf_counter()
         job, device = self.job, self.job.device
         path = job.out / shard_name(index, self.count)
@@ -330,11 +328,11 @@ class _Run:
             one.advance(layer, device)
         resumed = path.exists()
         if resumed:
-            tensors = self._resume(layer, path, job.method_of(index))
+            tensors, few = self._resume(layer, path, job.method_of(index))
         else:
             rounded = round_layer(layer, self.calibration, job.method_of(index))
-            tensors = written_layer(rounded, self.source, self.spec, index)
-            write_shard(path, tensors, {"layer": index})
+            tensors, few = written_layer(rounded, self.source, self.written, index), rounded.few
+            write_shard(path, tensors, {"layer": index, "few": few})
         self.shard_of.update(dict.fromkeys(tensors, path.name))
         self.quantized.advance(layer, device)
         if self.alone:
@@ -343,7 +341,7 @@ class _Run:
         was = sum(self.files.num_bytes(name) for name in names)
         seconds = time.perf_counter() - started
         bits, moved = job.method_of(index).grid.bits, drift(self.original, self.quantized)
-        return index, bits, num_bytes, was, seconds, resumed, moved
+        return index, bits, num_bytes, was, seconds, resumed, moved, few
 
     def _branch(self) -> States:
         """A copy of the original states as they are now."""
@@ -351,15 +349,18 @@ class _Run:
         states.all_NSE.copy_(self.original.all_NSE)
         return states
 
-    def _resume(self, layer: Layer, path: Path, method: Method) -> dict[str, torch.Tensor]:
-        """What an earlier run made of this layer; the layer and the states are as they were."""
-        tensors, _ = read_shard(path)
+    def _resume(
+        self, layer: Layer, path: Path, method: Method
+    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """What an earlier run made of this layer, and what few tokens came to; the layer and the
+        states are as they were."""
+        tensors, note = read_shard(path)
         device = self.job.device
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
         grids = dict.fromkeys(layer.matrices, method.grid)
-        put(layer, read_layer(moved, self.spec, layer.index, grids))
+        put(layer, read_layer(moved, self.written, layer.index, grids))
         self.calibration.advance(layer, device)
-        return tensors
+        return tensors, note.get("few", {})
 
     def _head(self) -> Head:
         spec, names = self.spec, self.spec.tensor_names

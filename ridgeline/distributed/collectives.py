@@ -5,12 +5,8 @@ from __future__ import annotations
 import socket
 
 from ridgeline.distributed.placement import Collective
+from ridgeline.formats import COLLECTIVES
 from ridgeline.registry import load
-
-COLLECTIVES = {
-    "gloo": "ridgeline.distributed.gloo:Gloo",
-    "shared": "ridgeline.distributed.shared_memory:SharedMemory",
-}
 
 
 def open_collective(
@@ -28,7 +24,12 @@ def open_collective(
     that waits longer than `timeout_s` for another rank fails. ConfigError for unknown names and
     when ranks do not meet.
     """
-    opened: Collective = load(COLLECTIVES, name, "collective")(
+    opened: Collective = collective_class(name)(  # type: ignore[call-arg]
         rank, size, address, listener=listener, timeout_s=timeout_s
     )
     return opened
+
+
+def collective_class(name: str) -> type[Collective]:
+    found: type[Collective] = load(COLLECTIVES, name, "collective")
+    return found

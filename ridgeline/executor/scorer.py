@@ -39,7 +39,7 @@ class Scorer:
 
         RequestFault for no tokens, ids outside the vocabulary and more than the context holds.
         """
-        self._check(token_ids)
+        self.check(token_ids)
         ids = np.array(token_ids, np.int64)
         out_TV = torch.empty(len(ids), self._decoder.spec.vocab_size)
         with torch.inference_mode():
@@ -50,7 +50,8 @@ class Scorer:
                 self._put_logits(hidden, out_TV[start:stop])
         return out_TV
 
-    def _check(self, token_ids: Sequence[int]) -> None:
+    def check(self, token_ids: Sequence[int]) -> None:
+        """RequestFault for tokens that cannot be scored."""
         if not token_ids:
             raise RequestFault("there are no tokens to score", param="prompt", code="empty_input")
         if len(token_ids) > self._max_model_len:

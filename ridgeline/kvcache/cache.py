@@ -8,7 +8,6 @@ padding tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -153,10 +152,8 @@ def bytes_per_block(
     dtype_bytes: int,
     *,
     kv_format: str = "auto",
-    num_kv_heads: int | None = None,
+    ranks: int = 1,
 ) -> int:
-    """Bytes of one block of the pool, all its stores; `num_kv_heads` is what one rank holds."""
-    attention = _attention_shape(spec, kv_format)
-    own = replace(attention, num_kv_heads=num_kv_heads or attention.num_kv_heads)
-    per_token = layer_kv_bytes(own, dtype_bytes, kv_format)
+    """Bytes of one block of the pool, all its stores, on the fullest of so many ranks."""
+    per_token = layer_kv_bytes(_attention_shape(spec, kv_format), dtype_bytes, kv_format, ranks)
     return max(len(group.layers) for group in kv_groups(spec)) * block_size * per_token

@@ -9,12 +9,16 @@ from random import Random
 from typing import Literal
 
 from ridgeline import registry
+from ridgeline.architectures.counts import kv_bytes
 from ridgeline.cost.captured import mixed_tokens
+from ridgeline.cost.ops import Op
 from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.roofline import op_cost
 from ridgeline.cost.setup import Layout, Setup
 from ridgeline.cost.throughput import Load, saturation
 from ridgeline.lab.machine import pricer_of
 from ridgeline.router import POLICIES as ROUTERS
+from ridgeline.simulator.disaggregated import run_disaggregated
 from ridgeline.simulator.executor import Speculation
 from ridgeline.simulator.options import (
     PLANS_AHEAD_S,
@@ -25,7 +29,7 @@ from ridgeline.simulator.options import (
     limits_of,
     machine_of,
 )
-from ridgeline.simulator.report import Slo
+from ridgeline.simulator.report import RequestTimeline, Slo
 from ridgeline.simulator.simulation import Simulation, SimulationReport
 from ridgeline.simulator.sweep import Outcome, Sweep, sweeping
 from ridgeline.simulator.workload import (
@@ -81,8 +85,9 @@ def _around(mean: int) -> Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """`replicas` engines of `tp` devices each. Drafts come from a head of one layer, each right
-    with chance `acceptance`."""
+    """`replicas` engines of `tp` devices each; the first `readers` of them only read prompts and
+    the others only answer, or if there are none, each does both. Drafts come from a head of one
+    layer, each right with chance `acceptance`."""
 
     model: str
     device: str
@@ -90,6 +95,7 @@ class Fleet:
     kv: str = "auto"
     tp: int = 1
     replicas: int = 1
+    readers: int = 0
     batching: Literal["continuous", "static"] = "continuous"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -142,12 +148,30 @@ class Fleet:
         return _machine(self.pricer, limits_of(self.setup, work, options))
 
     def run(self, work: Workload) -> SimulationReport:
-        options = self.options()
-        return Simulation(self.machine(work, options), work, options, rng=Random(1)).run()
+        return self._run(work)[0]
 
     def outcome(self, work: Workload) -> Outcome:
-        report = self.run(work)
-        return Outcome(report.requests, report.summary(self.slo))
+        report, requests = self._run(work)
+        return Outcome(requests, report.summary(self.slo))
+
+    def _run(self, work: Workload) -> tuple[SimulationReport, list[RequestTimeline]]:
+        """And the requests by which one sees whether the fleet keeps up."""
+        options = self.options()
+        machine = self.machine(work, options)
+        if self.readers:
+            return run_disaggregated(
+                self.pricer, machine, work, options, self.readers, self.handing_s, lambda: Random(1)
+            )
+        report = Simulation(machine, work, options, rng=Random(1)).run()
+        return report, report.requests
+
+    def handing_s(self, num_tokens: int) -> float:
+        """Seconds in which the keys and values of so many tokens come to another replica."""
+        setup, precision = self.setup, self.setup.precision
+        moved = kv_bytes(setup.spec, num_tokens, precision.dtype_bytes, precision.kv, self.tp)
+        message = Op("kv", "point_to_point", 1, 0, 0, 0, moved, precision.short_dtype,
+                     ranks=self.num_devices)  # fmt: skip
+        return op_cost(message, setup.device, setup.constants).expected_s
 
     def estimate(self, traffic: Traffic) -> float:
         """Requests a second that all replicas can do, in closed form and without drafts."""
@@ -160,9 +184,9 @@ class Fleet:
         return saturation(self.pricer, load, batch).request_rate * self.replicas
 
     def sweep(self, traffic: Traffic) -> Iterator[Sweep]:
-        """Rate by rate, as far as it has come. Of more than SWEPT replicas so many are simulated,
-        each at its share of the rate."""
-        some = replace(self, replicas=min(self.replicas, SWEPT))
+        """Rate by rate, as far as it has come. Of more than SWEPT equal replicas so many are
+        simulated, each at its share of the rate."""
+        some = self if self.readers else replace(self, replicas=min(self.replicas, SWEPT))
         share = self.replicas / some.replicas
         count = max(FEWEST, min(MOST, TURNS * some.max_num_seqs * some.replicas))
 

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.architectures import optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
-from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
+from ridgeline.architectures.parts import Branch, branch_norms, branches, layer_name
 from ridgeline.architectures.shares import head_unit, inner_unit
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec, NormKind
 from ridgeline.architectures.tensor_layouts import checkpoint_shapes
@@ -141,7 +141,7 @@ class LayerMaker:
         spec, layer = self.spec, self.spec.layers[index]
 
         def name(role: str, expert: int | None = None) -> str:
-            return tensor_name(spec.tensor_names, role, index, expert)
+            return layer_name(spec, role, index, expert)
 
         linear = partial(
             Linear,
@@ -243,7 +243,6 @@ class Decoder:
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
             dtype=dtype,
-            device=device,
             placement=placement,
             vocabulary_format=open_vocabulary_format(
                 weight_format.name, deterministic=deterministic
@@ -252,10 +251,14 @@ class Decoder:
             scale=embedding_scale(spec, dtype),
             cap=spec.logits_cap,
         )
-        self.embedding = self._matrix(names["embedding"])
-        self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
+        nowhere = torch.device("meta")  # a stage without a matrix of the vocabulary keeps its shape
+        held = device if spec.holds_embedding else nowhere
+        self.embedding = self.lm_head = self._matrix(names["embedding"], device=held)
+        if not spec.tie_embeddings:
+            held = device if spec.holds_head else nowhere
+            self.lm_head = self._matrix(names["lm_head"], device=held)
         self.positions: Vector | None = None
-        if spec.learned_positions:
+        if spec.has_embedding and spec.learned_positions:
             rows = Shard(0, spec.learned_positions)
             width = (spec.hidden_size,)
             self.positions = Vector(names["positions"], rows, device, width, dtype)
@@ -273,14 +276,16 @@ class Decoder:
         """All that holds parameters, each once, in the order in which it is loaded: matrices of
         the vocabulary first, since nothing is as large while it is in memory packed and unpacked.
         """
-        yield self.embedding
-        if self.lm_head is not self.embedding:
+        if self.spec.holds_embedding:
+            yield self.embedding
+        if self.spec.holds_head:
             yield self.lm_head
         if self.positions is not None:
             yield self.positions
         for layer in self.layers:
             yield from layer.parts()
-        yield self.norm
+        if self.spec.has_head:
+            yield self.norm
 
     @torch.inference_mode()
     def load(self, source: TensorSource, progress: Callable[[int], None] | None = None) -> None:
@@ -371,6 +376,14 @@ class Decoder:
         return self._forward(batch, kv).whole()
 
     @torch.inference_mode()
+    def forward_stage(
+        self, batch: ForwardBatch, kv: KVCache, states_TE: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same of a stage: one that has no embedding goes on from the states of the one before,
+        and writes to them; one that has no head gives those of all tokens."""
+        return self._forward(batch, kv, states_TE=states_TE).whole()
+
+    @torch.inference_mode()
     def forward_logits(
         self,
         batch: ForwardBatch,
@@ -416,8 +429,11 @@ class Decoder:
         kv: KVCache,
         num_layers: int | None = None,
         before: Callable[[int, Hidden], None] | None = None,
+        states_TE: torch.Tensor | None = None,
     ) -> Hidden:
-        hidden = Hidden(self.embedding.embed(batch.token_ids_T))
+        if states_TE is None:
+            states_TE = self.embedding.embed(batch.token_ids_T)
+        hidden = Hidden(states_TE)
         if self.positions is not None:
             hidden.sum_TE.add_(self.positions.values.index_select(0, batch.positions_T))
         steps = attention_steps(
@@ -435,7 +451,7 @@ class Decoder:
                 before(index, hidden)
             layer_kv = kv.layers[index]
             step = steps[layer_kv.group, self.rotation_of_layer[index]]
-            is_last = index == len(layers) - 1
+            is_last = index == len(layers) - 1 and self.spec.has_head
             layer(hidden, step, layer_kv, batch.logits_indices if is_last else None)
         return hidden
 

@@ -13,25 +13,25 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ridgeline.child import environment
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError, EngineFault, RequestFault
+from ridgeline.frames import HEADER, BrokenWire, frame, frame_length
 from ridgeline.log import say
 from ridgeline.observe.latency import Latency, Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
 from ridgeline.request import RequestOutput
 from ridgeline.server.active_request import ActiveRequest
-from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.deadlines import ServiceRate
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, Progress, new_page
 from ridgeline.server.outlet import Relay
+from ridgeline.server.service_manager import PRIVATE
 from ridgeline.server.tripwire import allow_spawn, arm
 from ridgeline.server.wire import (
-    HEADER,
     Abort,
     Admitted,
-    BrokenWire,
     Command,
     Event,
     Explain,
@@ -44,8 +44,6 @@ from ridgeline.server.wire import (
     Start,
     StartFailed,
     Step,
-    frame,
-    frame_length,
     pack_add,
     read_event,
 )
@@ -294,7 +292,7 @@ class EngineClient:
                 stderr=output.writer,
                 pass_fds=(theirs.fileno(), page),
                 start_new_session=True,
-                env=environment(),
+                env=environment(PRIVATE),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         life = _Life(process, reader, writer, HeartbeatPage(page), output)
@@ -309,6 +307,7 @@ class EngineClient:
                     config.log_format,
                     http_bytes=HTTP_BYTES + config.limits.max_held_body_bytes,
                     tripwire=config.tripwire,
+                    overdue_s=config.limits.step_overdue_s,
                 )
             )
         )

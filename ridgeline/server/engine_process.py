@@ -18,34 +18,34 @@ import threading
 from contextlib import suppress
 from importlib import import_module
 from math import inf
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from ridgeline.child import die_with_parent, harden
 from ridgeline.clock import WallClock
 from ridgeline.devices import wake_driver
 from ridgeline.devices.host_memory import keep_for_others
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineLost
+from ridgeline.frames import BrokenWire, frame, read_frame
 from ridgeline.imports import import_engine
 from ridgeline.log import say, set_up
-from ridgeline.server.child import die_with_parent, harden
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.outlet import drain, never_block
 from ridgeline.server.tripwire import arm
 from ridgeline.server.wire import (
-    HEADER,
-    BrokenWire,
     Command,
     Event,
     Faulted,
     Loading,
     Start,
     StartFailed,
-    frame,
-    frame_length,
     read_command,
 )
 from ridgeline.startup import Started, StartUp, keep_what_is_there, say_phases
+
+if TYPE_CHECKING:
+    from ridgeline.distributed.links import Ranks
 
 MAX_WAITING_COMMANDS = 4096
 PROGRESS_PERIOD_S = 0.2
@@ -61,6 +61,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._inbox: queue.Queue[Command] = queue.Queue(MAX_WAITING_COMMANDS)
+        self._sending = threading.Lock()  # whoever watches the other ranks has a last word
 
     def listen(self) -> None:
         """Start reading. The process ends when the other side is gone, whatever it is doing."""
@@ -78,37 +79,38 @@ class Wire:
 
     def send(self, event: Event) -> None:
         try:
-            self._sock.sendall(frame(event))
+            with self._sending:
+                self._sock.sendall(frame(event))
         except OSError:
             leave()
 
     def _read(self) -> None:
         try:
             while True:
-                length = frame_length(self._exactly(HEADER.size))
-                self._inbox.put(read_command(self._exactly(length)))
+                self._inbox.put(read_command(read_frame(self._sock)))
         except (EOFError, OSError):
             leave()
         except BrokenWire as fault:
             say(logger, logging.CRITICAL, "the HTTP side broke the protocol", reason=fault)
             leave()
 
-    def _exactly(self, length: int) -> bytes:
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            received = self._sock.recv_into(view)
-            if not received:
-                raise EOFError
-            view = view[received:]
-        return bytes(data)
 
-
-def leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """End at once, from any thread: nothing here is worth saving but the last line of the log, and
     memory is the system's."""
     drain()
-    os._exit(0)
+    os._exit(code)
+
+
+def _watch_ranks(ranks: Ranks, wire: Wire, overdue_s: float) -> None:
+    """A group without one of its ranks is of no use: the HTTP side starts another."""
+
+    def end(words: str) -> None:
+        wire.send(Faulted(words))
+        leave(EXIT_FAULT)
+
+    ranks.overdue_s = overdue_s
+    ranks.on_lost = end
 
 
 def load_builder(name: str) -> Builder:
@@ -166,6 +168,8 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     try:
         startup = StartUp.of_process("Python")
         served = _build(wire, start, builder, startup)
+        if (ranks := getattr(served, "ranks", None)) is not None:
+            _watch_ranks(ranks, wire, start.overdue_s)
         keep_what_is_there()
         _report(served)
         phases = startup.report()
@@ -183,6 +187,9 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     except ConfigError as fault:
         wire.send(StartFailed(str(fault)))
         return EXIT_CONFIG
+    except EngineLost as fault:
+        wire.send(Faulted(str(fault)))
+        return EXIT_FAULT
     except Exception as fault:
         say(logger, logging.CRITICAL, "the engine failed", trace=True)
         wire.send(Faulted(f"{type(fault).__name__}: {fault}"[:500]))

@@ -22,15 +22,16 @@ from msgspec import structs
 
 from ridgeline import log
 from ridgeline.asked import check_asked
+from ridgeline.child import die_with_parent, environment
 from ridgeline.clock import WallClock
 from ridgeline.errors import ConfigError
 from ridgeline.log import say
 from ridgeline.server.auth import KEY_VARIABLE, load_keys
-from ridgeline.server.child import die_with_parent, environment
 from ridgeline.server.config import Listening, RouteConfig, ServeConfig, check_serve_numbers
 from ridgeline.server.lifecycle import hardened, listen, serve, url_of, with_open_files
 from ridgeline.server.outlet import Relay, never_block
 from ridgeline.server.route import RouterDoors, RouterService, make_route_app
+from ridgeline.server.service_manager import PRIVATE
 from ridgeline.server.static_files import StaticPages
 
 COMMAND = (sys.executable, "-m", "ridgeline.server.replicas")
@@ -133,7 +134,7 @@ class _Doors(RouterDoors):
 
     def _environment(self, number: int) -> dict[str, str]:
         """Its devices or cores, if there are enough to have own ones."""
-        config, env = self._config, environment()
+        config, env = self._config, environment(PRIVATE)
         if (key := self._service.own_key) is not None:
             env[KEY_VARIABLE] = key
         may_choose = config.engine.device in ("auto", "cuda")

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from math import inf
 
 from ridgeline.log import say
+from ridgeline.server.auth import KEY_VARIABLE
 
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")  # see sd_notify(3)
+PRIVATE = {KEY_VARIABLE, *VARIABLES}  # what no process that we start is told
 SIGNS_PER_LIMIT = 3  # of life, in the time after which it takes us for dead
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from ridgeline.child import environment
 from ridgeline.errors import ConfigError, RequestFault
+from ridgeline.frames import HEADER, BrokenWire, frame, frame_length
 from ridgeline.log import say
-from ridgeline.server.child import environment
 from ridgeline.server.errors import ApiError
 from ridgeline.server.outlet import Relay
+from ridgeline.server.service_manager import PRIVATE
 from ridgeline.server.text_wire import (
     ENCODE_S,
     ENCODE_S_PER_BYTE,
@@ -49,7 +51,6 @@ from ridgeline.server.text_wire import (
     Stage,
 )
 from ridgeline.server.tripwire import allow_spawn
-from ridgeline.server.wire import HEADER, BrokenWire, frame, frame_length
 
 T = TypeVar("T")
 
@@ -184,7 +185,7 @@ class ForkServer:
                 stderr=output.writer,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment() | ENVIRONMENT,
+                env=environment(PRIVATE) | ENVIRONMENT,
             )
         output.follow()
         sending = ours.dup()  # a transport sends no descriptors

@@ -26,8 +26,9 @@ from typing import NoReturn
 import msgspec
 from msgspec import structs
 
+from ridgeline.child import die_with_parent, harden
 from ridgeline.errors import ConfigError, RequestFault
-from ridgeline.server.child import die_with_parent, harden
+from ridgeline.frames import HEADER, frame, frame_length, read_exactly
 from ridgeline.server.text_wire import (
     ENCODE_BYTES_PER_BYTE,
     ENCODE_S,
@@ -57,7 +58,6 @@ from ridgeline.server.text_wire import (
     Stage,
     VocabularyTable,
 )
-from ridgeline.server.wire import HEADER, frame, frame_length
 from ridgeline.text.chat import MARK, ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from ridgeline.text.vocabulary import tables_of
@@ -94,14 +94,10 @@ def limited(seconds: float, memory: int) -> Iterator[None]:
 
 def read(sock: socket.socket, length: int) -> bytes:
     """Exactly so much. The process ends when the other side is gone."""
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        received = sock.recv_into(view)
-        if not received:
-            os._exit(0)
-        view = view[received:]
-    return bytes(data)
+    try:
+        return read_exactly(sock, length)
+    except EOFError:
+        os._exit(0)
 
 
 def write(sock: socket.socket, message: Answer | Done) -> None:

@@ -1,29 +1,20 @@
 """What do the HTTP process and the engine process say to each other?
 
-Each message is four bytes of length (little-endian) and one msgpack value of a fixed schema. The
-engine side gets only what the HTTP side has validated; neither side can be made to run code.
+Frames of `ridgeline.frames`. The engine side gets only what the HTTP side has validated.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import msgspec
 
 from ridgeline.config import EngineConfig
-from ridgeline.errors import RidgelineError
+from ridgeline.frames import BrokenWire
 from ridgeline.observe.requests import PromptChunk
 from ridgeline.request import Request, RequestOutput, SamplingParams
 
-MAX_FRAME_BYTES = 256 << 20
-HEADER = struct.Struct("<I")
-
 _NUMBER = float | int
-
-
-class BrokenWire(RidgelineError):
-    """The other side sent what is not in the schema, or too much of it."""
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
@@ -60,13 +51,15 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: build this engine, and leave so many bytes of the host's memory to us."""
+    """The first message: build this engine, and leave so many bytes of the host's memory to us.
+    `overdue_s`: a rank that is in one place of a step for longer is stuck."""
 
     config: EngineConfig
     log_level: str
     log_format: str = "text"
     http_bytes: int = 0
     tripwire: bool = False
+    overdue_s: float = 10.0
 
 
 class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
@@ -241,25 +234,8 @@ class Faulted(msgspec.Struct, tag="faulted", array_like=True, frozen=True):
 
 Event = Loading | Ready | StartFailed | Step | Explained | Faulted
 
-_ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 _EVENTS = msgspec.msgpack.Decoder(Event)
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """The bytes of one message. BrokenWire when it is larger than any reader takes."""
-    payload = _ENCODER.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise BrokenWire(f"a message of {len(payload)} bytes is over {MAX_FRAME_BYTES}")
-    return HEADER.pack(len(payload)) + payload
-
-
-def frame_length(header: bytes) -> int:
-    """Length of the payload that follows. BrokenWire when it is beyond belief."""
-    length: int = HEADER.unpack(header)[0]
-    if length > MAX_FRAME_BYTES:
-        raise BrokenWire(f"a message of {length} bytes is over {MAX_FRAME_BYTES}")
-    return length
 
 
 def read_command(payload: bytes) -> Command:

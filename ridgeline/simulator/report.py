@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -32,6 +34,7 @@ class RequestTimeline:
     num_preemptions: int = 0
     refused: str = ""
     num_retries: int = 0  # after its replica was lost
+    read_by: int | None = None  # another replica, which read its prompt
 
     @property
     def is_finished(self) -> bool:
@@ -245,6 +248,24 @@ def used_blocks(steps: Sequence[StepSample], num_replicas: int) -> Iterator[tupl
     for step in sorted(steps, key=lambda s: s.end_s):
         now[step.replica] = step.num_used_blocks
         yield (step.end_s, *now)
+
+
+def phases(
+    requests: Sequence[RequestTimeline], times: Sequence[float]
+) -> tuple[list[int], list[int], list[int]]:
+    """Requests that wait, read their prompts, and are answered, at each time."""
+    came, began, first, ended = (
+        sorted(moment for moment in moments if moment is not None)
+        for moments in zip(
+            *((r.arrival_s, r.started_s, r.first_token_s, r.finished_s) for r in requests),
+            strict=True,
+        )
+    )
+    at = [[bisect_right(moments, t) for t in times] for moments in (came, began, first, ended)]
+    waiting, prefill, decode = (
+        [a - b for a, b in zip(one, other, strict=True)] for one, other in pairwise(at)
+    )
+    return waiting, prefill, decode
 
 
 def mean_in_system(requests: Sequence[RequestTimeline], start_s: float, end_s: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -39,7 +40,14 @@ from ridgeline.simulator.options import (
     without_paging,
 )
 from ridgeline.simulator.replica import Job, Replica
-from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
+from ridgeline.simulator.report import (
+    RequestTimeline,
+    Slo,
+    StepSample,
+    Summary,
+    summarize,
+    used_blocks,
+)
 from ridgeline.simulator.workload import FRESH_TOKEN, MAX_LENGTH, Arrival
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.price import Drafter, DraftPrices, Target
@@ -67,6 +75,13 @@ class SimulationReport:
     @property
     def num_steps(self) -> int:
         return sum(sample.num_steps for sample in self.steps)
+
+    def used_shares(self, times: Sequence[float]) -> list[float]:
+        """Of all blocks, at each of the times."""
+        used = [(when, sum(blocks)) for when, *blocks in used_blocks(self.steps, self.num_replicas)]
+        moments, whole = [when for when, _ in used], self.num_blocks * self.num_replicas
+        places = [bisect_right(moments, t) for t in times]
+        return [used[n - 1][1] / whole if n else 0.0 for n in places]
 
     def summary(self, slo: Slo | None = None, usd_per_hour: float | None = None) -> Summary:
         return summarize(

@@ -20,16 +20,18 @@ from ridgeline.architectures import read_spec
 from ridgeline.compression.checkpoints import FileTensors, write_plain
 from ridgeline.compression.layer import Layer, cut
 from ridgeline.compression.rounding import METHODS, Method
-from ridgeline.compression.stream import Job, Report, Texts, quantize_model, stored_dtype
+from ridgeline.compression.stream import Job, Report, Texts, columns, quantize_model, stored_dtype
 from ridgeline.errors import ConfigError
 from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.decoder import embedding_scale
 from ridgeline.quantization.algorithms.gptq import GptqSettings
 from ridgeline.quantization.algorithms.grid import Grid
+from ridgeline.quantization.integers import RowRounding
 from ridgeline.quantization.writer import read_shard
 from tests.layers.reference_models import VOCAB, ReferenceModel, tiny_config
 
 CPU = torch.device("cpu")
+LATENT = {"q_lora_rank": 32, "v_head_dim": 16, "kv_lora_rank": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),
     "tied": tiny_config("llama", tie_word_embeddings=True),
@@ -39,8 +41,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": tiny_config("mixtral"),
     "cohere": tiny_config("cohere", use_qk_norm=True, attention_bias=True),
     "falcon": tiny_config("falcon"),
-    "latent": tiny_config("minicpm3", q_lora_rank=32, v_head_dim=16, kv_lora_rank=32),
-    "latent straight": tiny_config("minicpm3", q_lora_rank=None, v_head_dim=16, kv_lora_rank=32),
+    "latent": tiny_config("minicpm3", **LATENT),
+    "latent straight": tiny_config("minicpm3", **LATENT | {"q_lora_rank": None}),
     "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),
     "stablelm": tiny_config("stablelm", qk_layernorm=True, use_qkv_bias=True),
@@ -48,7 +50,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3 part": tiny_config("phi3", partial_rotary_factor=0.5),
     "starcoder2": tiny_config("starcoder2"),
     "gemma2": tiny_config("gemma2", tie_word_embeddings=True, sliding_window=5),
+    "qwen2_moe": tiny_config("qwen2_moe", moe_intermediate_size=32),
+    "qwen3_moe": tiny_config("qwen3_moe", moe_intermediate_size=32),
+    "glm4_moe": tiny_config("glm4_moe", moe_intermediate_size=32, use_qk_norm=True),
+    "deepseek": tiny_config("deepseek_v3", moe_intermediate_size=32, **LATENT),
+    "granitemoe": tiny_config("granitemoe", intermediate_size=48),
+    "gpt_oss": tiny_config("gpt_oss", num_hidden_layers=3, rope_scaling={"rope_type": "default"}),
 }
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek", "granitemoe", "gpt_oss")
 _MODELS: dict[str, ReferenceModel] = {}
 
 
@@ -92,7 +101,7 @@ def logits_of(name: str, folder: Path, ids_NS: torch.Tensor) -> torch.Tensor:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
-    found = stacked(found) if name == "mixtral" else found
+    found = stacked(found) if name in EXPERTS else found
     state = dict(model.state_dict())
     for key in state:
         source = "model.embed_tokens.weight" if key not in found else key
@@ -103,19 +112,38 @@ def logits_of(name: str, folder: Path, ids_NS: torch.Tensor) -> torch.Tensor:
 
 
 def stacked(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a Mixtral file by the names that Transformers 5 keeps them under: experts are
-    one tensor, gate above up."""
-    named = {key.replace(".block_sparse_moe.", ".mlp."): t for key, t in found.items()}
-    experts = re.compile(r"(.*[.]mlp[.]experts)[.](\d+)[.](w[123])[.]weight")
-    by_layer: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    """By the names that Transformers 5 keeps tensors under: experts are one, gate above up, or, in
+    a gpt-oss, transposed and in turn."""
+    is_granite = any(".router.layer." in key for key in found)
+    is_gpt_oss = any(key.endswith(".sinks") for key in found)
+    other = {
+        "input_linear.weight": "experts.gate_up_proj",
+        "output_linear.weight": "experts.down_proj",
+        "router.layer.": "router.",
+        **({} if is_granite else {"block_sparse_moe.": "mlp."}),
+    }
+    named = dict(found)
+    for ours, theirs in other.items():
+        named = {key.replace(ours, theirs): t for key, t in named.items()}
+    expert = re.compile(r"(.*[.]experts)[.](\d+)[.](\w+?)(?:_proj)?[.](weight|bias)")
+    lists: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     for key in list(named):
-        if part := experts.fullmatch(key):
-            by_layer.setdefault(part[1], {})[int(part[2]), part[3]] = named.pop(key)
-    for stem, own in by_layer.items():
-        numbers = sorted({expert for expert, _ in own})
-        both = [torch.cat((own[e, "w1"], own[e, "w3"])) for e in numbers]
-        named[f"{stem}.gate_up_proj"] = torch.stack(both)
-        named[f"{stem}.down_proj"] = torch.stack([own[e, "w2"] for e in numbers])
+        if one := expert.fullmatch(key):
+            role = {"w1": "gate", "w2": "down", "w3": "up"}.get(one[3], one[3])
+            lists.setdefault((one[1], role, one[4]), {})[int(one[2])] = named.pop(key)
+    for (stem, role, kind), by_expert in lists.items():
+        every = torch.stack([by_expert[number] for number in sorted(by_expert)])
+        if role == "up":
+            continue
+        if role == "gate":
+            above = lists[stem, "up", kind]
+            ups = torch.stack([above[number] for number in sorted(above)])
+            every = torch.cat((every, ups), 1)
+            if is_gpt_oss:
+                every = torch.stack(every.chunk(2, 1), 2).flatten(1, 2)
+        name = f"{stem}.{'gate_up' if role == 'gate' else role}_proj"
+        every = every.transpose(1, 2) if is_gpt_oss and kind == "weight" else every
+        named[name if kind == "weight" else f"{name}_bias"] = every
     return named
 
 
@@ -182,7 +210,7 @@ def test_16_bit_checkpoints_stay_so(dtype: torch.dtype, how: str, tmp_path: Path
     model = written(tmp_path / "model", "llama", dtype)
     report = quantized(model, tmp_path / "out", how)
     first, note = read_shard(tmp_path / "out" / "model-00001-of-00004.safetensors")
-    assert note == {"layer": 0}
+    assert note == {"layer": 0, "few": {}}
     assert {t.dtype for t in first.values()} == {dtype, torch.int32, torch.int64}
     assert report.num_bytes < report.original_bytes
     total = sum(t.numel() * t.element_size() for t in all_tensors(tmp_path / "out").values())
@@ -284,6 +312,47 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(tmp_path: Path) 
         quantized(out, tmp_path / "twice", "rtn")
     with pytest.raises(ConfigError, match="plain already"):
         write_plain(model, tmp_path / "plain")
+
+
+@pytest.mark.parametrize("how", ["gptq", "awq"])
+def test_experts_that_few_tokens_came_to_are_rounded_to_nearest(how: str, tmp_path: Path) -> None:
+    """And are named, with how many; also when the run was interrupted behind them."""
+    model, few_texts = written(tmp_path / "model", "qwen3_moe"), texts(calibration=3)
+    few_texts.calibration_NS[:] = few_texts.calibration_NS[0, 0]  # to the same experts each time
+    job = Job(model, tmp_path / "out", method(how, model), few_texts)
+
+    def stop(done: int, of: int) -> None:
+        if done == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        quantize_model(job, stop)
+    report = quantize_model(job)
+    whole = quantize_model(replace(job, out=tmp_path / "whole"))
+    assert [one.few for one in report.layers] == [one.few for one in whole.layers]
+    quantized(model, tmp_path / "rtn", "rtn")
+    few = report.layers[0].few
+    assert set(few.values()) == {0}
+    assert 0 < len(few) < 24
+    assert all(".mlp.experts." in name for name in few)
+    got, nearest = all_tensors(tmp_path / "out"), all_tensors(tmp_path / "rtn")
+    matrices = [name for name in columns(read_spec(CONFIGS["qwen3_moe"])) if ".layers.0." in name]
+    codes = {name: name.removesuffix("weight") + "weight_packed" for name in matrices}
+    same = {name for name, key in codes.items() if torch.equal(got[key], nearest[key])}
+    assert same == set(few)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek", "granitemoe", "gpt_oss"])
+def test_rows_of_8_bits_are_those_of_int8_weights(name: str, tmp_path: Path) -> None:
+    """Experts that were one tensor, too: what is written is what rounding at load makes of it."""
+    model = written(tmp_path / "model", name)
+    quantized(model, tmp_path / "out", "rtn", bits=8, group=0)
+    write_plain(tmp_path / "out", tmp_path / "plain")
+    spec = read_spec(CONFIGS[name])
+    source, got = of_parameters(FileTensors(model), spec), FileTensors(tmp_path / "plain")
+    for matrix in columns(spec):
+        want = RowRounding(8, 0, torch.float32).round_rows(source.tensor(matrix)).dequantize()
+        assert torch.equal(got.tensor(matrix), want), matrix
 
 
 def test_windows() -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ridgeline.distributed.collectives import COLLECTIVES, open_collective
+from ridgeline.distributed.collectives import open_collective
 from ridgeline.distributed.placement import Placement
 from ridgeline.errors import ConfigError
+from ridgeline.formats import COLLECTIVES
 from tests.distributed.processes import Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

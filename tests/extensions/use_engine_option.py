@@ -17,8 +17,9 @@ from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
 from ridgeline.config import EngineConfig, check_numbers, make_config
 from ridgeline.errors import ConfigError
+from ridgeline.frames import frame
 from ridgeline.server.config import check_serve_numbers
-from ridgeline.server.wire import Start, frame, read_command
+from ridgeline.server.wire import Start, read_command
 from tools import make_docs
 
 GIVEN = {"tiny_steps": True}

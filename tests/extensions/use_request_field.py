@@ -14,13 +14,14 @@ import ridgeline
 from ridgeline.cli.flags import sampling_changes
 from ridgeline.cli.main import parse
 from ridgeline.errors import RequestFault
+from ridgeline.frames import frame
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.server.app import make_routes
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import ApiError
 from ridgeline.server.openapi import document
 from ridgeline.server.parsed_request import ParsedRequest, read_completion
-from ridgeline.server.wire import Add, frame, pack_add, read_command, unpack_add
+from ridgeline.server.wire import Add, pack_add, read_command, unpack_add
 from ridgeline.text.assemble import SampleAssembler
 from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.model_folder import write_model_folder

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ridgeline.errors import ConfigError
+from ridgeline.lab import market
 from ridgeline.lab.page import Answer, read_inputs
 from ridgeline.lab.pages.cost import PAGE, Drawing, Inputs, answer
 
@@ -66,9 +69,22 @@ def test_every_price_has_a_source_and_a_date_and_so_has_every_engine() -> None:
     for row in tables["Prices"].rows:
         assert row[4]
         assert str(row[5])[:4].isdecimal()
+    for *_, source, date in tables["What"].rows:
+        assert re.fullmatch(r"(read |assumed )?20\d\d-\d\d(-\d\d)?(: put in yours)?", str(date))
+        assert (source == "none") == str(date).startswith("assumed 20")
     engines = tables["Which"]
     assert {"vLLM", "TGI", "TensorRT-LLM", "llama.cpp", "Ridgeline"} == {r[0] for r in engines.rows}
     assert all(len(row) == len(engines.columns) and all(row) for row in engines.rows)
+    assert all("20" in str(row[-1]) for row in engines.rows if row[0] != "Ridgeline")
+
+
+def test_what_is_set_at_first_is_what_was_asked() -> None:
+    """The purchase price is an eighth of a server's, the API's price the middle one of five."""
+    inputs = Inputs()
+    assert abs(8 * inputs.capex - market.H100_SERVER) < 1000
+    asked = sorted((one.low, one.high) for one in market.PRICES if "3.1-8B" in one.what)
+    assert len(asked) == 5
+    assert (inputs.api_input, inputs.api_output) == asked[2]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ridgeline.errors import DoesNotFit, RequestFault
+from ridgeline.errors import ConfigError, DoesNotFit, RequestFault
 from ridgeline.lab.page import Answer, read_inputs
-from ridgeline.lab.pages.serving import PAGE, Drawing
+from ridgeline.lab.pages.serving import PAGE, Drawing, fleet_of
 
 
 def told(**inputs: Any) -> Iterator[float | Answer[Drawing]]:
@@ -43,7 +43,7 @@ def test_littles_law() -> None:
     """Requests in the fleet = arrivals a second x time in it, in a run that is long."""
     found = first(**SMALL, rate=20.0, requests=1000, gpus=2)
     drawing = found.drawing
-    e2e = sum(end - came for came, _, _, end, _ in drawing.requests) / len(drawing.requests)
+    e2e = sum(end - came for came, _, _, end, *_ in drawing.requests) / len(drawing.requests)
     assert found.guess is not None
     assert found.guess.value == pytest.approx(20.0 * e2e, rel=0.06)
     middle = [sum(n) for n in zip(drawing.waiting, drawing.prefill, drawing.decode, strict=True)]
@@ -56,7 +56,7 @@ def test_everybody_who_comes_is_somewhere_and_leaves() -> None:
     for at, *counts in zip(
         drawing.times, drawing.waiting, drawing.prefill, drawing.decode, strict=True
     ):
-        inside = sum(came <= at < end for came, _, _, end, _ in drawing.requests)
+        inside = sum(came <= at < end for came, _, _, end, *_ in drawing.requests)
         assert sum(counts) == pytest.approx(inside, abs=1)  # times are rounded
     assert drawing.e2e == sorted(drawing.e2e)
     assert max(drawing.cache) <= 1
@@ -96,11 +96,40 @@ def test_a_router_that_looks_for_beginnings_finds_them() -> None:
     assert value(by_prefix, "first token, p99") < value(by_chance, "first token, p99")
 
 
+def test_prompts_that_are_read_apart_delay_no_token() -> None:
+    """And what is said of replicas that do both is what they do."""
+    common = {**SMALL, "rate": 4.0, "num_input": 8000, "num_output": 200, "gpus": 4}
+    apart, both = first(**common, readers=2), first(**common)
+    assert value(apart, "time per token, p99") < value(both, "time per token, p99")
+    for name in ("time per token, p99", "first token, p99"):
+        assert value(apart, f"unseparated: {name}") == value(both, name)
+    # 32 layers x 2 x 8 heads x 128 x 2 B = 131,072 B a token, over 450 GB/s and its latency.
+    assert value(apart, "handing over a cache") == pytest.approx(8000 * 131_072 / 450e9, rel=0.4)
+    assert value(apart, "handing over a cache") > 8000 * 131_072 / 450e9
+    drawing = apart.drawing
+    assert {reader for *_, reader, _ in drawing.requests} == {0, 1}
+    assert {answers for *_, answers in drawing.requests} == {2, 3}
+    assert drawing.waiting[-1] == drawing.prefill[-1] == drawing.decode[-1] == 0
+
+
+def test_a_separated_fleet_gives_way_where_its_weaker_side_does() -> None:
+    """That is answering here: 8 requests in 59 steps, as the first token comes from the other."""
+    common = {**SMALL, "max_num_seqs": 8, "num_input": 200, "gpus": 2, "rate": 5.0, "requests": 50}
+    found = whole(**common, readers=1)
+    fleet = fleet_of(read_inputs(PAGE, {**common, "readers": 1}))  # type: ignore[arg-type]
+    step_s = fleet.pricer.seconds(((1, 230),) * 8)
+    assert found.drawing.capacity == pytest.approx(8 / (59 * step_s), rel=0.1)
+
+
 def test_edges() -> None:
     with pytest.raises(RequestFault, match=r"gpus is 3; it must be a multiple of tp \(2\)"):
         first(gpus=3)
     with pytest.raises(DoesNotFit, match="does not fit"):
         first(weights="bf16", tp=1)
+    with pytest.raises(ConfigError, match="readers is 2 of 2 replicas; each side needs one"):
+        first(readers=2)
+    with pytest.raises(ConfigError, match=r"readers: .* set it to 0, or change that"):
+        first(readers=1, outage=True)
     with pytest.raises(RequestFault, match="acceptance must be between 0 and 1"):
         first(acceptance=2.0)
     drafted = first(**SMALL, drafts=3, acceptance=0.9, rate=2.0, requests=50)

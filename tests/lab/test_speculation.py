@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import pytest
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.errors import RequestFault
 from ridgeline.lab.page import Answer, read_inputs
-from ridgeline.lab.pages.speculation import PAGE, REAL, Drawing
+from ridgeline.lab.pages.speculation import PAGE, Drawing
+from ridgeline.lab.tape import REAL
 
 
 def answered(**inputs: Any) -> Answer[Drawing]:
@@ -78,6 +80,44 @@ def test_a_draft_that_is_never_right_does_not_pay() -> None:
     assert set(found.drawing.best) == {0}
     assert found.drawing.best_simple == 0
     assert "no number of drafts pays" in found.sentence
+
+
+def test_a_rejected_draft_throws_away_all_behind_it() -> None:
+    """And nothing else: the other steps have the same coins."""
+    before = answered(acceptance=0.9, num_drafts=6).drawing.steps
+    step = next(i for i, one in enumerate(before) if one.num_right > 3)
+    found = answered(acceptance=0.9, num_drafts=6, rejected=f"{step}:2,{step + 1}:6")
+    after = found.drawing.steps
+    assert (after[step].num_right, after[step].rejected) == (2, 2)
+    assert after[:step] + after[step + 1 :] == before[:step] + before[step + 1 :]
+    (lost,) = (one.value for one in found.figures if one.name == "right drafts that you rejected")
+    assert lost == before[step].num_right - 2
+    for bad in ("2", "a:b", "-1:0"):
+        with pytest.raises(RequestFault, match=r"rejected is .* it has places such as 2:1,5:0"):
+            answered(rejected=bad)
+
+
+def test_rejecting_drafts_of_the_bundled_pair_changes_no_text() -> None:
+    """Greedy: the model puts the token there that the draft had, and more steps follow. Only where
+    two tokens are as good as equal may rounding choose the other one."""
+    prompt = "Tell me a story about a cat."
+    asked = {"source": REAL, "num_drafts": 3, "prompt": prompt}
+    plain = answered(**asked).drawing
+    kept = next(i for i, one in enumerate(plain.steps) if one.num_right == 3)
+    found = answered(**asked, rejected=f"{kept}:0").drawing
+    step = found.steps[kept]
+    assert (step.num_right, step.rejected) == (0, 0)
+    assert step.tokens == plain.steps[kept].tokens[:1]
+    assert found.by_position == plain.by_position
+    llm = LLM(speculate="off", max_model_len=512, max_num_seqs=1)
+    pairs = zip(f"{found.text} ", f"{plain.text} ", strict=False)
+    begin = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    begin = begin.rpartition(" ")[0]
+    assert len(begin) > 100
+    if found.text != plain.text:
+        ids = llm.encode_chat([{"role": "user", "content": prompt}]) + llm.encode(begin)
+        best, second = llm.logits(ids)[-1].topk(2).values.tolist()
+        assert best - second < 0.05
 
 
 def test_the_real_tape_is_the_answer_that_comes_without_drafts() -> None:

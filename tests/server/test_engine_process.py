@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ridgeline.config import EngineConfig
+from ridgeline.frames import HEADER, frame, frame_length
 from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.server.wire import (
-    HEADER,
     Abort,
     Admitted,
     Command,
@@ -28,8 +28,6 @@ from ridgeline.server.wire import (
     Start,
     StartFailed,
     Step,
-    frame,
-    frame_length,
     pack_add,
     read_event,
 )

@@ -12,6 +12,7 @@ from ridgeline.build import Built, build
 from ridgeline.clock import WallClock
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RequestFault
+from ridgeline.frames import HEADER, frame
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.policies.base import Admit, Policy, Rank, Refuse
 from ridgeline.scheduler.policies.slo import SLO
@@ -21,12 +22,10 @@ from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.engine_loop import EngineLoop
 from ridgeline.server.errors import from_fault
 from ridgeline.server.wire import (
-    HEADER,
     Command,
     Event,
     Refused,
     Step,
-    frame,
     pack_add,
     read_event,
 )

@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from ridgeline.config import EngineConfig
+from ridgeline.frames import BrokenWire, frame, frame_length
 from ridgeline.request import (
     MAX_STOP_TOKEN_IDS,
     FinishReason,
@@ -17,9 +18,6 @@ from ridgeline.request import (
 )
 from ridgeline.server import wire
 from ridgeline.server.wire import (
-    BrokenWire,
-    frame,
-    frame_length,
     pack_add,
     read_command,
     read_event,

@@ -33,6 +33,7 @@ from ridgeline.cost.steady_state import batch_limit, check_context, token_budget
 from ridgeline.cost.throughput import Load, Throughput, throughput
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent
+from ridgeline.lab import market
 from ridgeline.lab.machine import WEIGHTS, Model, kind_of, pricer_of
 from ridgeline.lab.machine import Device as DeviceName
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
@@ -46,29 +47,6 @@ TEXTBOOK = (
     ("a server of older cards", 20.0, 3000.0),
     ("a server of newer cards", 32.0, 8000.0),
 )
-# What each is for, by what its own pages said on the date of the last column.
-# fmt: off
-ENGINES = (
-    ("vLLM", "the usual choice in data centres: most models, and new ones soon",
-     "NVIDIA, AMD, Intel, TPU, CPU", "tensor, pipeline, expert and data parallel, many nodes",
-     "a single user on a laptop", "README of vllm-project/vllm, 2026-11"),
-    ("TensorRT-LLM", "the most out of the newest NVIDIA cards, FP8 and FP4; it runs from PyTorch by"
-     " default, building an engine first is no longer needed",
-     "NVIDIA", "tensor, pipeline, expert and data parallel, many nodes",
-     "any other vendor's hardware", "documentation of TensorRT-LLM 1.3, 2026"),
-    ("TGI", "installations that exist; in maintenance mode, without new features",
-     "NVIDIA, AMD, Intel, TPU, Inferentia", "tensor parallel on one node",
-     "a new installation", "README of huggingface/text-generation-inference, 2026"),
-    ("llama.cpp", "one or a few people on any machine: laptops, Apple silicon, a card with too"
-     " little memory beside its CPU; GGUF files of 1.5 to 8 bits",
-     "CPU, Apple, NVIDIA, AMD, Intel and others", "layers or rows over the cards of one machine",
-     "hundreds of users at once", "README of ggml-org/llama.cpp, 2026"),
-    ("Ridgeline", "to know before and to understand afterwards: every step has a price, plans and"
-     " commands come from it, and each decision is explained",
-     "NVIDIA, CPU", "replicas behind a router; a replica is one device",
-     "a model that does not fit one device", "this version"),
-)
-# fmt: on
 
 
 # fmt: off
@@ -93,17 +71,18 @@ class Inputs(msgspec.Struct, frozen=True):
                      is_folded=True)] = 1
     api_input: Annotated[
         float, control("an API's prompt tokens", ge=0, le=100, step=0.01, unit="$/1M",
-                       is_folded=True)] = 0.10
+                       is_folded=True)] = market.API[0]
     api_output: Annotated[
         float, control("an API's answer tokens", ge=0, le=500, step=0.01, unit="$/1M",
-                       is_folded=True)] = 0.40
+                       is_folded=True)] = market.API[1]
     capex: Annotated[
         float, control("buying a device", "with its share of the server", ge=0, le=1e6, step=100,
-                       unit="$", is_folded=True)] = 35_000.0
+                       unit="$", is_folded=True)] = round(market.H100_SERVER / 8, -2)
     years: Annotated[
-        float, control("years of use", ge=0.5, le=10, step=0.5, is_folded=True)] = 4.0
+        float, control("years of use", ge=0.5, le=10, step=0.5, is_folded=True)] = market.YEARS
     dollars_per_kwh: Annotated[
-        float, control("electricity", ge=0, le=2, step=0.01, unit="$/kWh", is_folded=True)] = 0.15
+        float, control("electricity", ge=0, le=2, step=0.01, unit="$/kWh",
+                       is_folded=True)] = market.KWH
 # fmt: on
 
 
@@ -253,7 +232,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         _sentence(case, drawing, pays),
         drawing,
         _figures(case, drawing, owned, pays),
-        [_points_table(drawing), _price_table(case.device), _textbook_table(), _engine_table()],
+        [_points_table(drawing), _price_table(case.device), *_other_tables()],
         _questions(case, drawing, pays),
         Guess(
             f"What does a million answer tokens cost with {inputs.batch} requests at once?",
@@ -355,23 +334,26 @@ def _price_table(device: Device) -> Table:
     )
 
 
-def _textbook_table() -> Table:
-    """The cost table of teaching texts, and what their laptop at $0 leaves out."""
-    rows: list[list[str | float]] = [
+def _other_tables() -> list[Table]:
+    """What others asked; the cost table of teaching texts, and what their laptop at $0 leaves out;
+    the engines."""
+    asked: list[list[str | float]] = [
+        [one.what, one.low, one.high, one.unit, one.source, one.date] for one in market.PRICES
+    ]
+    texts: list[list[str | float]] = [
         [name, price, speed, round(per_million_tokens(price, speed), 3)]
         for name, price, speed in TEXTBOOK
     ]
     kwh = kwh_per_million_tokens(0.06, 8.0)
-    rows.append([f"laptop, 60 W: not 0 $ but {kwh:.1f} kWh", 0.0, 8.0, round(kwh * 0.15, 3)])
-    return Table("Figures of teaching texts", ["set-up", "$/h", "tokens/s", "$/1M"], rows)
-
-
-def _engine_table() -> Table:
-    return Table(
-        "Which engine is for what",
-        ["engine", "for", "hardware", "several devices", "take another for", "source"],
-        [list(row) for row in ENGINES],
-    )
+    texts.append([f"laptop, 60 W: not 0 $ but {kwh:.1f} kWh", 0.0, 8.0, round(kwh * 0.15, 3)])
+    columns = ["what", "from, or prompt tokens", "to, or answer tokens", "unit", "source", "date"]
+    judged = ["engine", "for (our judgement)", "hardware", "several devices",
+              "take another for (our judgement)", "source"]  # fmt: skip
+    return [
+        Table("What was asked for devices and for tokens", columns, asked),
+        Table("Figures of teaching texts", ["set-up", "$/h", "tokens/s", "$/1M"], texts),
+        Table("Which engine is for what", judged, [list(row) for row in market.ENGINES]),
+    ]
 
 
 # fmt: off
@@ -404,7 +386,10 @@ PAGE = Page(
     answer,
     presets=(
         Preset("8B on one H100", {}),
-        Preset("70B on eight H100", {"model": "llama-3.1-70b", "tp": 8, "batch": 64}),
+        Preset(
+            "70B on eight H100",
+            {"model": "llama-3.1-70b", "tp": 8, "batch": 64, "api_input": 0.13, "api_output": 0.40},
+        ),
         Preset(
             "8B on a gaming card",
             {

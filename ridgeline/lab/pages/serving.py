@@ -5,9 +5,8 @@ The scheduler, the block manager and the router are the engine's own, on a virtu
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -26,8 +25,8 @@ from ridgeline.simulator.report import (
     Slo,
     Summary,
     mean_in_system,
+    phases,
     thinned,
-    used_blocks,
 )
 from ridgeline.simulator.simulation import SimulationReport
 from ridgeline.simulator.sweep import Sweep, is_saturated
@@ -47,6 +46,9 @@ class Inputs(msgspec.Struct, frozen=True):
     gpus: Annotated[int, control("devices", "in all", ge=1, le=64, scale="log")] = 4
     tp: Annotated[int, control("devices of a replica", "that split every layer (TP)",
                                choices=(1, 2, 4, 8))] = 2
+    readers: Annotated[int, control("replicas that only read", "prompts, and hand their caches to "
+                                    "the others; 0: each does both", ge=0, le=32,
+                                    is_folded=True)] = 0
     batching: Annotated[str, control("batching", choices=("continuous", "static"))] = "continuous"
     weights: Weights = "int8"
     max_num_seqs: Annotated[int, control("largest batch", "requests at once in a replica", ge=1,
@@ -95,13 +97,15 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """`requests` are (arrival, first scheduled, first token, end, replica), in seconds; -1: it
-    never was. `times`: at each, requests that wait, read their prompts and are answered, and the
-    share of the cache in use. `e2e`, `ttft`: seconds of the fastest, ..., slowest."""
+    """`requests` are (arrival, first scheduled, first token, end, replica that reads, one that
+    answers), in seconds; -1: it never was. The first `readers` replicas only read. `times`: at
+    each, requests that wait, read their prompts and are answered, and the share of the cache in
+    use. `e2e`, `ttft`: seconds of the fastest, ..., slowest."""
 
-    requests: list[tuple[float, float, float, float, int]]
+    requests: list[tuple[float, float, float, float, int, int]]
     end_s: float
     replicas: int
+    readers: int
     slots: int
     times: list[float]
     waiting: list[int]
@@ -117,18 +121,33 @@ class Drawing(msgspec.Struct, frozen=True):
     outage: tuple[float, float] | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """`together`: of the same requests where each replica does both, if none does here."""
+
+    inputs: Inputs
+    fleet: Fleet
+    report: SimulationReport
+    summary: Summary
+    together: Summary | None
+    sweep: Sweep | None = None
+
+
 def answer(inputs: Inputs) -> Iterator[float | Answer[Drawing]]:
     """The run at this rate first; then the curve over rates, as far as it has come."""
     fleet, traffic = fleet_of(inputs), traffic_of(inputs)
     yield 0.0
-    report = fleet.run(traffic.workload(inputs.requests))
+    work = traffic.workload(inputs.requests)
+    report = fleet.run(work)
     summary = report.summary(fleet.slo, _dollars(fleet))
-    yield _answered(inputs, fleet, report, summary, None)
+    together = replace(fleet, readers=0).run(work).summary() if fleet.readers else None
+    run = _Run(inputs, fleet, report, summary, together)
+    yield _answered(run)
     calm = msgspec.structs.replace(inputs, outage=False)
     for done, found in enumerate(fleet_of(calm).sweep(traffic)):
         yield min(0.95, (done + 1) / RUNS_OF_A_SWEEP)
         if len(found.points) > 1:
-            yield _answered(inputs, fleet, report, summary, found)
+            yield _answered(replace(run, sweep=found))
 
 
 # ---------------------------------------------------------------------- what is run
@@ -150,6 +169,7 @@ def fleet_of(inputs: Inputs) -> Fleet:
         weights=inputs.weights,
         tp=inputs.tp,
         replicas=inputs.gpus // inputs.tp,
+        readers=inputs.readers,
         batching=inputs.batching,  # type: ignore[arg-type]
         max_num_seqs=inputs.max_num_seqs,
         num_drafts=inputs.drafts,
@@ -162,14 +182,8 @@ def fleet_of(inputs: Inputs) -> Fleet:
 
 
 def traffic_of(inputs: Inputs) -> Traffic:
-    return Traffic(
-        inputs.rate,
-        inputs.num_input,
-        inputs.num_output,
-        inputs.arrivals,
-        inputs.prefixes,
-        inputs.seed,
-    )
+    return Traffic(inputs.rate, inputs.num_input, inputs.num_output, inputs.arrivals,
+                   inputs.prefixes, inputs.seed)  # fmt: skip
 
 
 def _dollars(fleet: Fleet) -> float | None:
@@ -181,9 +195,8 @@ def _dollars(fleet: Fleet) -> float | None:
 # ---------------------------------------------------------------------- what is drawn
 
 
-def _answered(
-    inputs: Inputs, fleet: Fleet, report: SimulationReport, summary: Summary, sweep: Sweep | None
-) -> Answer[Drawing]:
+def _answered(run: _Run) -> Answer[Drawing]:
+    inputs, fleet, report, sweep = run.inputs, run.fleet, run.report, run.sweep
     requests = report.requests
     end = max((r.finished_s or r.arrival_s for r in requests), default=0.0)
     times = [end * n / (MAX_POINTS - 1) for n in range(MAX_POINTS)]
@@ -192,10 +205,11 @@ def _answered(
         [_moments(one) for one in thinned(requests, MAX_DOTS)],
         end,
         fleet.replicas,
+        fleet.readers,
         report.num_slots,
         times,
-        *_counts(requests, times),
-        _cache(report, times),
+        *phases(requests, times),
+        [round(share, 4) for share in report.used_shares(times)],
         _spread([one.e2e_s for one in requests]),
         _spread([one.ttft_s for one in requests]),
         inputs.ttft_ms / 1e3,
@@ -205,11 +219,11 @@ def _answered(
         (outage.start_s, outage.end_s) if outage else None,
     )
     return Answer(
-        _sentence(inputs, report, summary, sweep),
+        _sentence(run),
         drawing,
-        _figures(inputs, fleet, report, summary, sweep),
-        [_run_table(summary), _sweep_table(drawing)],
-        _questions(inputs, fleet, report, summary, sweep),
+        [*_figures(run), *_apart(run)],
+        [_run_table(run.summary), _sweep_table(drawing)],
+        _questions(run),
         Guess(
             "How many requests are in the fleet at once, on average?",
             "requests",
@@ -218,36 +232,11 @@ def _answered(
     )
 
 
-def _moments(one: RequestTimeline) -> tuple[float, float, float, float, int]:
+def _moments(one: RequestTimeline) -> tuple[float, float, float, float, int, int]:
     told = (one.started_s, one.first_token_s, one.finished_s)
     started, first, end = (-1.0 if moment is None else round(moment, 4) for moment in told)
-    return (round(one.arrival_s, 4), started, first, end, one.replica)
-
-
-def _counts(
-    requests: Sequence[RequestTimeline], times: Sequence[float]
-) -> tuple[list[int], list[int], list[int]]:
-    """Requests that wait, read their prompts, and are answered, at each time."""
-    came, began, first, ended = (
-        sorted(moment for moment in moments if moment is not None)
-        for moments in zip(
-            *((r.arrival_s, r.started_s, r.first_token_s, r.finished_s) for r in requests),
-            strict=True,
-        )
-    )
-    at = [[bisect_right(moments, t) for t in times] for moments in (came, began, first, ended)]
-    waiting, prefill, decode = (
-        [a - b for a, b in zip(one, other, strict=True)] for one, other in pairwise(at)
-    )
-    return waiting, prefill, decode
-
-
-def _cache(report: SimulationReport, times: Sequence[float]) -> list[float]:
-    """Share of all blocks in use at each time."""
-    told = [(when, sum(used)) for when, *used in used_blocks(report.steps, report.num_replicas)]
-    moments, whole = [when for when, _ in told], report.num_blocks * report.num_replicas
-    places = [bisect_right(moments, t) for t in times]
-    return [round(told[n - 1][1] / whole, 4) if n else 0.0 for n in places]
+    reader = one.replica if one.read_by is None else one.read_by
+    return (round(one.arrival_s, 4), started, first, end, reader, one.replica)
 
 
 def _spread(values: Sequence[float | None]) -> list[float]:
@@ -258,34 +247,29 @@ def _rates(sweep: Sweep | None) -> list[Rate]:
     if sweep is None:
         return []
     return [
-        Rate(
-            one.rate,
-            one.done_per_s,
-            one.summary.e2e_s.p50 or 0.0,
-            one.summary.e2e_s.p99 or 0.0,
-            one.summary.ttft_s.p99 or 0.0,
-            one.tokens_per_s,
-            one.summary.slo_share or 0.0,
-            one.is_saturated,
-        )
+        Rate(one.rate, one.done_per_s, one.summary.e2e_s.p50 or 0.0, one.summary.e2e_s.p99 or 0.0,
+             one.summary.ttft_s.p99 or 0.0, one.tokens_per_s, one.summary.slo_share or 0.0,
+             one.is_saturated)
         for one in sweep.points
-    ]
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- what is said
 
 
-def _sentence(
-    inputs: Inputs, report: SimulationReport, summary: Summary, sweep: Sweep | None
-) -> str:
+def _sentence(run: _Run) -> str:
+    inputs, report, summary = run.inputs, run.report, run.summary
     p50, p99 = (seconds(value or 0.0) for value in (summary.e2e_s.p50, summary.e2e_s.p99))
     said = (
         f"At {number(inputs.rate)} requests/s {percent(summary.slo_share or 0.0, 0)} get what was "
         f"promised; half are answered within {p50}, 99 % within {p99}"
     )
+    if run.together is not None:
+        apart, both = (seconds(one.tpot_s.p99 or 0.0) for one in (summary, run.together))
+        said += f"; 99 % get a token each {apart}, {both} where each replica does both"
     if summary.num_retries:
         said += f", and {summary.num_retries} had to begin anew"
-    capacity = sweep.capacity if sweep else None
+    capacity = run.sweep.capacity if run.sweep else None
     if capacity is None:
         if is_saturated(report.requests):
             return f"{said}; the queue keeps growing."
@@ -297,9 +281,8 @@ def _sentence(
     return f"{said}. The fleet gives way at {number(capacity)}: it runs at {percent(load, 0)}."
 
 
-def _figures(
-    inputs: Inputs, fleet: Fleet, report: SimulationReport, summary: Summary, sweep: Sweep | None
-) -> list[Figure]:
+def _figures(run: _Run) -> list[Figure]:
+    inputs, fleet, report, summary = run.inputs, run.fleet, run.report, run.summary
     badge = kind_of(fleet.setup.constants.origin)
     last = report.requests[-1].arrival_s
     inside = mean_in_system(report.requests, 0.0, last)
@@ -335,24 +318,37 @@ def _figures(
                    f"${number(paid)}/h / ({number(tokens)} tok/s x 3600) x 1e6",
                    "ridgeline.cost.money.per_million_tokens")
         )  # fmt: skip
-    if sweep is not None and sweep.capacity is not None:
+    if run.sweep is not None and run.sweep.capacity is not None:
+        num = fleet.replicas if fleet.readers else min(fleet.replicas, SWEPT)
         figures.append(
-            Figure("capacity", sweep.capacity, "requests/s", badge,
-                   f"from the growth of the queue of {min(fleet.replicas, SWEPT)} replicas",
+            Figure("capacity", run.sweep.capacity, "requests/s", badge,
+                   f"from the growth of the queue of {num} replicas",
                    "ridgeline.simulator.sweep.capacity_seen")
         )  # fmt: skip
     return figures
 
 
+def _apart(run: _Run) -> list[Figure]:
+    """What separation is to be compared with, and what it costs."""
+    if run.together is None:
+        return []
+    badge, num_tokens = kind_of(run.fleet.setup.constants.origin), run.inputs.num_input
+    pairs = (("time per token", run.together.tpot_s), ("first token", run.together.ttft_s))
+    return [
+        *(Figure(f"unseparated: {name}, p99", one.p99 or 0.0, "s", badge,
+                 "the same requests, each replica doing both", SUMMARY) for name, one in pairs),
+        Figure("handing over a cache", run.fleet.handing_s(num_tokens), "s", badge,
+               f"keys and values of {num_tokens:,} tokens over the link between replicas",
+               "ridgeline.lab.fleet.Fleet.handing_s"),
+    ]  # fmt: skip
+
+
 def _run_table(summary: Summary) -> Table:
+    named = {"time in the queue": summary.queue_s, "time to first token": summary.ttft_s,
+             "time per token": summary.tpot_s, "whole answer": summary.e2e_s}  # fmt: skip
     rows: list[list[str | float]] = [
         [name, one.mean or 0.0, one.p50 or 0.0, one.p90 or 0.0, one.p99 or 0.0, one.max or 0.0]
-        for name, one in (
-            ("time in the queue", summary.queue_s),
-            ("time to first token", summary.ttft_s),
-            ("time per token", summary.tpot_s),
-            ("whole answer", summary.e2e_s),
-        )
+        for name, one in named.items()
     ]
     return Table("the run, in seconds", ["", "mean", "p50", "p90", "p99", "max"], rows)
 
@@ -368,9 +364,8 @@ def _sweep_table(drawing: Drawing) -> Table:
     return Table("by rate", columns, rows)
 
 
-def _questions(
-    inputs: Inputs, fleet: Fleet, report: SimulationReport, summary: Summary, sweep: Sweep | None
-) -> list[Question]:
+def _questions(run: _Run) -> list[Question]:
+    inputs, report, summary, sweep = run.inputs, run.report, run.summary, run.sweep
     e2e, tpot = summary.e2e_s.mean or 0.0, summary.tpot_s.mean or 0.0
     places = report.num_slots * report.num_replicas
     capacity = sweep.capacity if sweep else None
@@ -412,6 +407,8 @@ PAGE = Page(
         Preset("A replica is lost", {"outage": True}),
         Preset("Shared beginnings", {"prefixes": 12, "num_input": 3000, "router": "prefix-aware",
                                      "gpus": 8, "rate": 12.0, "requests": 400}),
+        Preset("Prompts read apart", {"model": "llama-3.1-8b", "tp": 1, "weights": "bf16",
+                                      "rate": 4.0, "num_input": 8000, "readers": 2}),
         Preset("With drafts", {"drafts": 3, "rate": 4.0}),
     ),
 )  # fmt: skip

@@ -6,21 +6,27 @@ own verification on real tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from random import Random
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
 from ridgeline.cost.setup import Layout
-from ridgeline.errors import RequestFault, check
 from ridgeline.figures import number, percent, seconds
 from ridgeline.formats import AskedDrafts
 from ridgeline.lab.machine import Device, Model, Weights, kind_of, pricer_of, spec_of
 from ridgeline.lab.page import FOLDED, Answer, Figure, Guess, Page, Preset, Question, Table, control
-from ridgeline.request import RequestOutput, SamplingParams
-from ridgeline.simulator.executor import Speculation
+from ridgeline.lab.tape import (
+    CHANCE,
+    MAX_TAPE,
+    NUM_TOSSED,
+    REAL,
+    Step,
+    Tape,
+    read_places,
+    real_tape,
+    tossed_tape,
+)
 from ridgeline.speculation.price import (
     MAX_DRAFTS,
     DraftPrices,
@@ -28,18 +34,9 @@ from ridgeline.speculation.price import (
     expected_curve,
     simple_speedup,
 )
-from ridgeline.speculation.report import DraftTotals
-from ridgeline.step import Listener, StepPlan, StepResult
 
-if TYPE_CHECKING:
-    from ridgeline.llm import LLM
-
-CHANCE, REAL = "chance", "the bundled models"
 DRAFTERS = {"draft model": "draft", "draft head": "eagle3", "prompt lookup": "ngram"}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MAX_TAPE = 14  # steps that are drawn
-NUM_TOSSED = 400  # steps whose mean is told beside the expectation
-MOST_TOKENS = 96  # of a real answer
 PRICE = "ridgeline.speculation.price"
 
 
@@ -88,15 +85,9 @@ class Inputs(msgspec.Struct, frozen=True):
         int, control("context", ge=16, le=32768, scale="log", unit="tokens", is_folded=True)
     ] = 1000
     seed: Annotated[int, control("seed", ge=0, le=999, is_folded=True)] = 3
-
-
-class Step(msgspec.Struct, frozen=True):
-    """`num_drafts` were verified, `num_right` of them kept. `tokens` came out, the last of them the
-    model's own; without texts by chance."""
-
-    num_drafts: int
-    num_right: int
-    tokens: list[str] = []
+    rejected: Annotated[
+        str, control("drafts rejected", "on the tape, step:draft", length=100, is_hidden=True)
+    ] = ""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -120,17 +111,9 @@ class Drawing(msgspec.Struct, frozen=True):
     text: str
 
 
-class Tape(msgspec.Struct, frozen=True):
-    steps: list[Step]
-    mean: float
-    acceptance: float
-    by_position: list[float]
-    text: str = ""
-
-
 def answer(inputs: Inputs) -> Iterator[float | Answer[Drawing]]:
     yield 0.0
-    tape = real_tape(inputs) if inputs.source == REAL else tossed_tape(inputs)
+    tape = _tape(inputs)
     yield 0.3
     expected = expected_curve(tape.acceptance)
     prices = _prices(inputs)
@@ -164,88 +147,12 @@ def answer(inputs: Inputs) -> Iterator[float | Answer[Drawing]]:
     )
 
 
-# ---------------------------------------------------------------------- the tape
-
-
-def tossed_tape(inputs: Inputs) -> Tape:
-    """By a coin for each draft that is reached."""
-    k, rng = inputs.num_drafts, Random(inputs.seed)
-    rule = Speculation.even(k, inputs.acceptance)
-    right = [rule.num_accepted(k, rng) for _ in range(NUM_TOSSED)]
-    steps = [Step(k, num) for num in right[:MAX_TAPE]]
-    return Tape(steps, 1 + sum(right) / len(right), inputs.acceptance, [])
-
-
-class _Verified(Listener):
-    """What the engine verified, step by step."""
-
-    def __init__(self) -> None:
-        self.totals = DraftTotals()
-        self.steps: list[tuple[int, int, tuple[int, ...]]] = []
-
-    def on_collect(
-        self,
-        plan: StepPlan,
-        result: StepResult | None,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        now: float,
-    ) -> None:
-        if result is None:
-            return
-        if any(row.num_draft for row in plan.scheduled):
-            self.totals.count_result(plan, result, outputs, 0.0)
-        planned = {row.request_id: row.num_draft for row in plan.scheduled}
-        for output in outputs:
-            _, num_right = result.verified.get(output.request_id, (0, 0))
-            ids = output.new_token_ids
-            self.steps.append((planned[output.request_id], min(num_right, len(ids)), ids))
-
-
-@lru_cache(maxsize=2)
-def _pair(num_drafts: int) -> LLM:
-    """The bundled model with its draft."""
-    try:
-        from ridgeline.llm import LLM
-    except ImportError as fault:
-        raise RequestFault(
-            f"the bundled models need {fault.name} here; let drafts be right by {CHANCE}",
-            param="source",
-        ) from None
-    return LLM(speculate=f"draft:demo:draft:{num_drafts}", max_model_len=512, max_num_seqs=1)
-
-
-@lru_cache(maxsize=32)
-def _run_pair(num_drafts: int, prompt: str, temperature: float, seed: int) -> Tape:
-    llm, heard = _pair(num_drafts), _Verified()
-    sampling = SamplingParams(max_tokens=MOST_TOKENS, temperature=temperature, seed=seed)
-    llm.engine.listeners.append(heard)
-    try:
-        result = llm.chat([{"role": "user", "content": prompt}], sampling)
-    finally:
-        llm.engine.listeners.remove(heard)
-    check(llm.tokenizer is not None, "the bundled model has a tokenizer")
-    decode = llm.tokenizer.decode  # type: ignore[union-attr]
-    steps = [
-        Step(planned, right, [decode([token]) for token in ids])
-        for planned, right, ids in heard.steps
-        if planned
-    ]
-    totals = heard.totals
-    looked = [num for num in totals.num_looked if num]
-    return Tape(
-        steps,
-        totals.num_tokens / max(1, totals.num_rows),
-        sum(totals.num_right) / max(1, sum(totals.num_looked)),
-        [right / num for right, num in zip(totals.num_right, looked, strict=False)],
-        result.text,
-    )
-
-
-def real_tape(inputs: Inputs) -> Tape:
-    """The engine's own steps with the bundled model; the same inputs, the same tokens."""
-    prompt = inputs.prompt.strip() or "Hello."
-    return _run_pair(inputs.num_drafts, prompt, inputs.temperature, inputs.seed)
+def _tape(inputs: Inputs) -> Tape:
+    k, seed, places = inputs.num_drafts, inputs.seed, read_places(inputs.rejected)
+    if inputs.source == REAL:
+        prompt = inputs.prompt.strip() or "Hello."
+        return real_tape(k, prompt, inputs.temperature, seed, places)
+    return tossed_tape(k, inputs.acceptance, seed, places)
 
 
 # ---------------------------------------------------------------------- prices
@@ -277,6 +184,8 @@ def _sentence(inputs: Inputs, tape: Tape, drawing: Drawing) -> str:
             f"The bundled model keeps {percent(tape.acceptance, 0)} of the draft tokens that it "
             f"looks at: with {drafts} a step gives {number(tape.mean)} tokens"
         )
+    if tape.num_lost:
+        begin += f", {tape.num_lost} right drafts thrown away as you rejected some"
     who = "1 request" if inputs.batch == 1 else f"{inputs.batch} requests"
     where = f"By the price of steps of {inputs.model} with {who}"
     if best.num_drafts == 0:
@@ -305,9 +214,14 @@ def _figures(inputs: Inputs, tape: Tape, drawing: Drawing, prices: DraftPrices) 
             "tokens of a step on this tape", tape.mean, "tokens",
             "measured" if is_real else "ideal",
             "counted by the engine" if is_real else f"mean of {NUM_TOSSED} steps by chance",
-            "ridgeline.speculation.report.DraftTotals.count_result" if is_real
+            "ridgeline.lab.tape.real_tape" if is_real
             else "ridgeline.simulator.executor.Speculation.num_accepted",
         ),
+        *([Figure(
+            "right drafts that you rejected", tape.num_lost, "tokens",
+            "measured" if is_real else "ideal", "and those that stood behind them",
+            "ridgeline.lab.tape.real_tape" if is_real else "ridgeline.lab.tape.tossed_tape",
+        )] if tape.num_lost else []),
         Figure(
             "acceptance", rate, "", "measured" if is_real else "assumed",
             "right ones / drafts that were looked at" if is_real else "as given",

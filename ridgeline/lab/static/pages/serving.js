@@ -75,11 +75,11 @@ function flow(h, d, now, width) {
   const i = place(d.times, now), rows = Math.max(1, Math.floor((band - 6) / pitch));
   const counts = [["waiting", d.waiting[i], "--waiting"], ["prompt", d.prefill[i], "--accent"], ["answer", d.decode[i], "--compute"]];
   const seen = /** @type {Record<string, number>} */ ({});
-  const dots = d.requests.map((/** @type {number[]} */ [came, began, first, ended, replica], /** @type {number} */ n) => {
+  const dots = d.requests.map((/** @type {number[]} */ [came, began, first, ended, reader, answering], /** @type {number} */ n) => {
     if (came > now || (ended >= 0 && ended <= now)) return null;
     const isIn = (/** @type {number} */ from) => from >= 0 && from <= now;
     const stage = isIn(first) ? 2 : isIn(began) ? 1 : 0;
-    const key = `${replica}-${stage}`, order = (seen[key] = (seen[key] ?? -1) + 1);
+    const replica = stage === 2 ? answering : reader, key = `${replica}-${stage}`, order = (seen[key] = (seen[key] ?? -1) + 1);
     const y0 = top + replica * band + 4 + r;
     let x, y = y0 + (order % rows) * pitch;
     if (stage === 0) x = edges[1] - gap - r - Math.floor(order / rows) * pitch;
@@ -98,8 +98,8 @@ function flow(h, d, now, width) {
       <text x=${edges[k] + 8} y="14" class="muted">${name}</text>
       <text x=${edges[k] + 8} y="32" class="strong" font-size="16">${count}</text></g>`)}
     ${width > 640 && h`<text class="muted" x=${edges[3] - 6} y="14" text-anchor="end">from the first token to the last →</text>`}
-    ${Array.from({ length: d.replicas }, (_, n) => n > 0 && h`<line key=${n} x1="4" x2=${width - 4} y1=${top + n * band - 1} y2=${top + n * band - 1} stroke="var(--line)" stroke-dasharray="2 4" />`)}
-    ${d.replicas > 1 && band >= 22 && Array.from({ length: d.replicas }, (_, n) => h`<text key=${`r${n}`} class="muted halo" font-size="10.5" x=${edges[0] + 7} y=${top + n * band + band - 8}>replica ${n + 1}${isOut && n === 0 ? ": lost" : ""}</text>`)}
+    ${Array.from({ length: d.replicas }, (_, n) => n > 0 && h`<line key=${n} x1="4" x2=${width - 4} y1=${top + n * band - 1} y2=${top + n * band - 1} stroke=${n === d.readers ? "var(--muted)" : "var(--line)"} stroke-dasharray=${n === d.readers ? "none" : "2 4"} />`)}
+    ${d.replicas > 1 && band >= 22 && Array.from({ length: d.replicas }, (_, n) => h`<text key=${`r${n}`} class="muted halo" font-size="10.5" x=${edges[0] + 7} y=${top + n * band + band - 8}>replica ${n + 1}${isOut && n === 0 ? ": lost" : d.readers ? (n < d.readers ? ": reads" : ": answers") : ""}</text>`)}
     ${isOut && h`<rect x=${edges[1]} y=${top - 2} width=${edges[3] - edges[1] - 4} height=${band - 2} rx="5" fill="var(--bad)" fill-opacity=".14" />`}
     ${dots.map((/** @type {any} */ dot) => h`<circle key=${dot.n} cx=${dot.x} cy=${dot.y} r=${r} fill=${`var(${dot.fill})`} style=${{ transition: "none" }} />`)}
   </svg>`;

@@ -7,7 +7,7 @@ export function draw(h, answer, inputs, act, width) {
   const isNarrow = width < 640, half = isNarrow ? width : Math.floor((width - 22) / 2), d = answer.drawing;
   const high = isNarrow ? 240 : 300;
   return h`<div>
-    ${tape(h, d, width)}
+    ${tape(h, d, inputs, act, width)}
     <svg viewBox=${`0 0 ${width} ${isNarrow ? 2 * high + 20 : high}`} role="img" aria-labelledby="sp-title sp-desc">
       <title id="sp-title">Speed-up by the number of drafts, and by the batch</title>
       <desc id="sp-desc">In the simple form ${d.best_simple} drafts are best, with ${number(d.curve[d.best_simple].simple)} times. By the price of steps: ${d.batches.map((/** @type {number} */ batch, /** @type {number} */ i) => `batch ${batch}: ${d.best[i]} drafts, ${number(d.surface[i][d.best[i]])} times`).join("; ")}.</desc>
@@ -17,14 +17,20 @@ export function draw(h, answer, inputs, act, width) {
   </div>`;
 }
 
-/** The steps as rows: kept drafts, the model's own token, and what was thrown away. @param {any} h @param {any} d @param {number} width */
-function tape(h, d, width) {
+/** The steps as rows: kept drafts, the model's own token, and what was thrown away. A click rejects a kept draft, or takes that back.
+ * @param {any} h @param {any} d @param {any} inputs @param {any} act @param {number} width */
+function tape(h, d, inputs, act, width) {
+  const before = (/** @type {number} */ step) => inputs.rejected.split(",").filter((/** @type {string} */ one) => one && Number(one.split(":")[0]) < step);
+  const button = (/** @type {string} */ label, /** @type {() => void} */ press) => ({
+    role: "button", tabindex: 0, "aria-label": label, style: { cursor: "pointer" }, onClick: press,
+    onKeyDown: (/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); press(); } },
+  });
   const most = Math.max(1, ...d.steps.map((/** @type {any} */ one) => one.num_drafts)), hasText = d.steps.some((/** @type {any} */ one) => one.tokens.length);
   const left = 4, right = 66, cell = (width - left - right) / (most + 1), tall = 22, gap = 4, top = 40;
   const rows = d.steps.slice(0, width < 640 ? 8 : 12);
   const letters = Math.floor((cell - 8) / 6.4), cut = (/** @type {string} */ text) => (text.length > letters ? `${text.slice(0, Math.max(0, letters - 1))}…` : text);
   const mean = `${number(d.tape_mean)} tokens a step on average`;
-  return h`<svg viewBox="0 0 ${width} ${top + rows.length * (tall + gap) + 12}" role="img" aria-label=${`Token tape: ${mean}. ${rows.map((/** @type {any} */ one, /** @type {number} */ i) => `Step ${i + 1}: ${one.num_right} of ${one.num_drafts} drafts kept`).join("; ")}`}>
+  return h`<svg viewBox="0 0 ${width} ${top + rows.length * (tall + gap) + 12}" role="group" aria-label=${`Token tape: ${mean}. ${rows.map((/** @type {any} */ one, /** @type {number} */ i) => `Step ${i + 1}: ${one.num_right} of ${one.num_drafts} drafts kept`).join("; ")}`}>
     <g>${legend(h, width, left)}</g>
     <text class="strong halo" x=${width - 4} y="14" text-anchor="end" font-size="13">${width < 640 ? `${number(d.tape_mean)} tokens a step` : mean}</text>
     ${rows.map((/** @type {any} */ one, /** @type {number} */ i) => {
@@ -34,9 +40,12 @@ function tape(h, d, width) {
           const isKept = j < one.num_right, isOwn = j === one.num_right, x = left + j * cell;
           const fill = isKept ? "var(--compute)" : isOwn ? "var(--accent)" : "none";
           const word = hasText ? cut((one.tokens[j] ?? "").replaceAll("\n", "⏎")) : "";
-          const said = isKept ? "draft, kept" : isOwn ? (j < one.num_drafts ? "the draft was wrong: the model's own token" : "all drafts kept, and one token more") : "thrown away: it stood behind a wrong one";
-          return h`<g key=${j}><title>${said}${hasText && one.tokens[j] ? `: ${one.tokens[j]}` : ""}</title>
-            <rect x=${x + 1} y=${y} width=${cell - 2} height=${tall} rx="4" fill=${fill} stroke=${isKept || isOwn ? "none" : j === one.num_drafts ? "none" : "var(--waiting)"} stroke-dasharray="3 3" />
+          const isRejected = isOwn && one.rejected === j;
+          const said = isKept ? "draft, kept; click to reject it" : isRejected ? "you rejected this draft: the model's own token; click to take that back" : isOwn ? (j < one.num_drafts ? "the draft was wrong: the model's own token" : "all drafts kept, and one token more") : "thrown away: it stood behind a wrong one";
+          const press = isKept ? button(`step ${i + 1}: reject draft ${j + 1}`, () => act({ rejected: [...before(i), `${i}:${j}`].join(",") }))
+            : isRejected ? button(`step ${i + 1}: take back that draft ${j + 1} was rejected`, () => act({ rejected: before(i).join(",") })) : {};
+          return h`<g key=${j} ...${press}><title>${said}${hasText && one.tokens[j] ? `: ${one.tokens[j]}` : ""}</title>
+            <rect x=${x + 1} y=${y} width=${cell - 2} height=${tall} rx="4" fill=${fill} stroke=${isRejected ? "var(--text)" : isKept || isOwn ? "none" : j === one.num_drafts ? "none" : "var(--waiting)"} stroke-width=${isRejected ? 2 : 1} stroke-dasharray=${isRejected ? "none" : "3 3"} />
             ${word && (isKept || isOwn) && h`<text fill="var(--on-accent)" x=${x + cell / 2} y=${y + 15} text-anchor="middle" font-size="11.5">${word}</text>`}
             ${!hasText && (isKept || (isOwn && j < one.num_drafts)) && cell > 15 && h`<text fill="var(--on-accent)" x=${x + cell / 2} y=${y + 15.5} text-anchor="middle">${isKept ? "✓" : "✗"}</text>`}
             ${!hasText && isOwn && j === one.num_drafts && cell > 15 && h`<text fill="var(--on-accent)" x=${x + cell / 2} y=${y + 15.5} text-anchor="middle">+1</text>`}

@@ -1,4 +1,4 @@
-"""What do the processes that the server starts have in common?"""
+"""What do the processes that we start have in common?"""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import ridgeline
-from ridgeline.server.auth import KEY_VARIABLE
-from ridgeline.server.service_manager import VARIABLES as MANAGER_VARIABLES
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -26,16 +25,15 @@ def die_with_parent() -> None:
 def harden() -> None:
     os.umask(0o077)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the HTTP side asks where we are stuck
+    faulthandler.register(signal.SIGUSR1)  # whoever started us asks where we are stuck
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the HTTP side says when to stop
+        signal.signal(name, signal.SIG_IGN)  # whoever started us says when to stop
 
 
-def environment() -> dict[str, str]:
-    """A child's: ours without the key and the service manager's words, which are for us alone,
-    and with the place this package was found at."""
-    private = {KEY_VARIABLE, *MANAGER_VARIABLES}
+def environment(private: Collection[str] = ()) -> dict[str, str]:
+    """A child's: ours without what is for us alone, and with the place this package was found
+    at."""
     env = {name: value for name, value in os.environ.items() if name not in private}
     home = str(Path(ridgeline.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH"))))

@@ -1,0 +1,163 @@
+"""How do the other ranks of a group come to be ready, as the driver sees it?"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable
+from threading import Thread
+
+import torch
+from msgspec import structs
+
+from ridgeline.asked import read_address
+from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.devices import Device
+from ridgeline.distributed.collectives import open_collective
+from ridgeline.distributed.launch_local import LocalProcesses
+from ridgeline.distributed.links import (
+    SECRET_BYTES,
+    Ranks,
+    read_secret,
+)
+from ridgeline.distributed.messages import (
+    Build,
+    Open,
+    Opened,
+)
+from ridgeline.distributed.placement import Collective, Placement
+from ridgeline.errors import ConfigError
+from ridgeline.resolve import RankMemory, memory_of
+
+LOCAL_WAIT_S = 60.0  # for processes on this machine to say who they are
+JOIN_WAIT_S = 600.0
+MEETING_S = 60.0
+COLLECTIVE_S = 24 * 3600.0  # who waits in vain is found by the driver, which ends the group
+TURN_S = 0.2
+LOOPBACK = "127.0.0.1"
+
+
+def start_ranks(config: EngineConfig) -> Ranks:
+    """Start them, or wait for those that others start, until all have said who they are. Raises
+    ConfigError."""
+    if config.launcher != "join":
+        secret = secrets.token_bytes(SECRET_BYTES)
+        processes = LocalProcesses(config.tp, secret)
+        return Ranks(config.tp, secret, processes.socks, processes)
+    secret = read_secret()
+    host, port = read_address(config.join_address or "")
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"join_address {config.join_address} cannot be listened on ({error.strerror}); give an"
+            " address of this machine and a free port"
+        ) from None
+    return Ranks(config.tp, secret, listener=listener)
+
+
+def open_ranks(
+    ranks: Ranks, config: EngineConfig, device: Device, digest: str, path: str
+) -> RankMemory:
+    """Have each of them find the model and its device; the memory of the one that has least, of
+    those that share a machine's memory a share each. Raises ConfigError."""
+    joins = config.launcher == "join"
+    how = f"start `ridgeline worker --join {config.join_address}` for each of them"
+    ranks.gather(JOIN_WAIT_S if joins else LOCAL_WAIT_S, how if joins else "see their log lines")
+    kind = device.name.partition(":")[0]
+    theirs = structs.replace(
+        config,
+        device=kind,
+        model=config.model if joins else path,
+        pack_cache="off" if config.pack_cache == "off" else "auto",  # cleared once
+    )
+    ranks.send(Open(theirs))
+    own = memory_of(device)
+    every = [
+        Opened(device.name, hardware_of(device), own.total, own.free, digest),
+        *ranks.wait(Opened),
+    ]
+    hosts = ranks.hosts()
+    places = [(host, one.hardware) for host, one in zip(hosts, every, strict=True)]
+    sharing = Counter(places)
+    found = []
+    for rank, (one, place) in enumerate(zip(every, places, strict=True)):
+        if one.digest != digest:
+            raise ConfigError(
+                f"{ranks.words(rank)} has other weights or another configuration of the model than"
+                " rank 0; give all ranks the same files"
+            )
+        if kind != "cpu" and sharing[place] > 1:
+            raise ConfigError(
+                f"{ranks.words(rank)} uses {one.device}, which another rank uses too; give each"
+                " rank a GPU of its own, for example by CUDA_VISIBLE_DEVICES"
+            )
+        share = sharing[place]
+        bound = own.bound if share == 1 else f"{share} ranks share the memory of this machine"
+        found.append(RankMemory(one.total // share, one.free // share, bound))
+    return min(found, key=lambda one: one.free)
+
+
+def hardware_of(device: Device) -> str:
+    """Which one of all GPUs it is; a CPU is the machine's."""
+    if device.name == "cpu":
+        return device.name
+    return str(torch.cuda.get_device_properties(device.torch_device).uuid)
+
+
+def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placement:
+    """Have all ranks build their shares, and meet them. A rank that fails ends the waiting."""
+    host = LOOPBACK
+    if config.launcher == "join":
+        host = read_address(config.join_address or "")[0]
+    listener = socket.create_server((host, 0))
+    address = f"{host}:{listener.getsockname()[1]}"
+    ranks.send(Build(resolved, address))
+    placement: list[Placement] = []
+    problem: list[ConfigError] = []
+
+    def work() -> None:
+        try:
+            placement.append(
+                rank_placement(ranks.whereabouts.follow, resolved, 0, address, listener)
+            )
+        except ConfigError as error:
+            problem.append(error)
+
+    thread = Thread(target=work, name="meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(TURN_S)
+        ranks.check()
+    if problem:
+        raise problem[0]
+    return placement[0]
+
+
+def rank_placement(
+    follow: Callable[[Collective], Collective],
+    resolved: ResolvedConfig,
+    rank: int,
+    address: str,
+    listener: socket.socket | None = None,
+) -> Placement:
+    """Of a rank that has met the others."""
+    size = resolved.tp
+    found = open_collective(
+        resolved.collective, rank, size, address, listener=listener, timeout_s=COLLECTIVE_S
+    )
+    return Placement(rank, size, follow(found))
+
+
+def watching(
+    ranks: Ranks, progress: Callable[[str, int, int], None] | None
+) -> Callable[[str, int, int], None]:
+    """`progress` of what takes long here, which ends as soon as another rank has ended."""
+
+    def told(stage: str, done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(stage, done, total)
+
+    return told
