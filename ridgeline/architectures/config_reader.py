@@ -13,7 +13,7 @@ MAX_WIDTH = 1 << 20
 MAX_HEADS = 4096
 MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 27
-MAX_TENSORS = 1 << 17  # DeepSeek-V3 has 92,000 with its scales
+MAX_TENSORS = 1 << 18  # Kimi-K2 with 4 bits has 208,000: words, scale and shape of each matrix
 MAX_IDS = 1024
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 from ridgeline.architectures.config_reader import ConfigReader
@@ -15,6 +15,9 @@ Find = Callable[[str], Scheme | None]  # module name -> how its matrix is stored
 PATTERN = "re:"
 MAX_NAMES, MAX_LENGTH = 1 << 16, 4096
 MAX_WORK = 1 << 27  # steps of all patterns in all tensors of a model, about a second
+# Or this for each tensor, of models with many: names of all routers, or three patterns of what was
+# left as it is, as checkpoints of models with experts have them.
+TENSOR_WORK = 1 << 15
 MAX_REPEATS = 8
 MODULE = 64  # characters of a long module name
 
@@ -43,12 +46,12 @@ def check_pattern(section: ConfigReader, key: str, pattern: str) -> None:
 
 
 def check_work(section: ConfigReader, num_tensors: int) -> None:
-    """ConfigError if all patterns of the section may take more than MAX_WORK steps, by an estimate
-    from above: a repetition tries each length, and alternatives multiply."""
-    total = 0.0
+    """ConfigError if all patterns of the section may take too many steps, by an estimate from far
+    above: a repetition tries each length, and alternatives multiply."""
+    total, most = 0.0, max(MAX_WORK, TENSOR_WORK * num_tensors)
     for name in _names(section.values):
         total += _steps(name)
-        if total * num_tensors > MAX_WORK:
+        if total * num_tensors > most:
             raise section.fail(
                 "quant_method",
                 f"stands beside names and patterns that take too many steps to compare with "
@@ -93,18 +96,24 @@ def matches(target: str, module: str) -> bool:
     return target == module
 
 
-def is_kept_out(module: str, names: Iterable[str]) -> bool:
+def is_kept_out(module: str, names: tuple[str, ...]) -> bool:
     """One of `modules_to_not_convert` means the module, by the rules of Transformers: a name or a
     pattern that fits its beginning up to a dot, or the end of it."""
-    for name in names:
-        if module.endswith(name):
-            return True
+    return module.endswith(names) or (bool(names) and _any_of(names).match(module) is not None)
+
+
+@cache
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """One pattern, as models with experts have many modules, and a list may name all routers."""
+    every = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in names]
+    for name, one in zip(names, every, strict=True):
         try:
-            if _compiled(rf"(?:{name})(?:(?<=\.)|(?=\.|$))").match(module):
-                return True
+            _compiled(one)
+            if re.search(r"\\\d|\(\?P", name):
+                raise re.error("it refers to a part of itself")
         except re.error as error:
             raise ConfigError(
                 f"config.json: quantization_config.modules_to_not_convert has {name[:60]!r}, which"
                 f" cannot be read ({error}); write the module's name"
             ) from None
-    return False
+    return re.compile("|".join(every))

@@ -30,7 +30,7 @@ from ridgeline.architectures.scheme_match import (
 )
 
 
-def _in_layers(own: Scheme, kept_out: Sequence[str], *, anywhere: bool = False) -> Find:
+def _in_layers(own: Scheme, kept_out: tuple[str, ...], *, anywhere: bool = False) -> Find:
     """All matrices of layers but those that `kept_out` names; `anywhere`: as a part of a name."""
 
     def find(module: str) -> Scheme | None:
@@ -193,7 +193,8 @@ def fp8_config(section: ConfigReader, scale_dtype: str) -> Find:
     scheme = section.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise section.fail("activation_scheme", f"is {scheme[:40]!r}; read are dynamic, static")
-    section.refuse("scale_fmt", "float")
+    # Of DeepSeek-V3.1: scales are powers of two, in float32, and those of inputs should be.
+    section.refuse("scale_fmt", "float", "ue8m0")
     section.refuse("kv_cache_scheme", {})
     own = (
         _fp8_blocks(section, scale_dtype)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ridgeline.loader.folder import GET_AGAIN, LFS_MARK, open_file, parse_object, refuse
 
-MAX_HEADER_BYTES = 32 << 20  # of all files of a model; 131,000 tensors take about 20 MB
+MAX_HEADER_BYTES = 40 << 20  # of all files of a model; 208,000 tensors take about 30 MB
 MAX_DIMS = 16
 MAX_COUNT = 1 << 60  # of a size or an offset
 

@@ -190,6 +190,10 @@ def test_experts_are_stored_alike_or_refused() -> None:
             lambda c: {"quant_method": "awq", "modules_to_not_convert": ["("]},
             "modules_to_not_convert has '('",
         ),
+        (
+            lambda c: {"quant_method": "awq", "modules_to_not_convert": ["x", r"(a)\1"]},
+            "it refers to a part of itself",
+        ),
     ],
 )
 def test_the_message_names_the_key(
@@ -256,3 +260,26 @@ def test_random_damage_never_raises_anything_else() -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {section}") from error
     assert 0 < read < 1500
+
+
+LARGE = config(
+    "qwen3_moe",
+    num_hidden_layers=94,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1536,
+    hidden_size=4096,
+    max_position_embeddings=4096,
+)
+
+
+@pytest.mark.parametrize("how", ["names", "pattern", "fp8"])
+def test_routers_of_large_models_may_be_named(how: str) -> None:
+    """As published checkpoints of 94 layers of 128 experts do."""
+    routers = [f"model.layers.{index}.mlp.gate" for index in range(94)]
+    left = routers if how == "names" else ["lm_head", "re:.*mlp.gate$"]
+    section = compressed(linear(group_size=128), ignore=left)
+    if how == "fp8":
+        section = {"quant_method": "fp8", "modules_to_not_convert": routers}
+    spec = read_spec(LARGE | {"quantization_config": section})
+    assert all(layer.scheme_of("gate") for layer in spec.layers)
