@@ -81,10 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     kv_cache_memory_bytes: (
         Annotated[
-            Count,
-            says(
-                "memory of the KV cache, such as 512MiB or 4GB; beats --memory-utilization",
-            ),
+            Count, says("memory of the KV cache, such as 512MiB or 4GB; beats --memory-utilization")
         ]
         | None
     ) = None
@@ -99,8 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.9
     max_num_seqs: (
         Annotated[
-            Count,
-            says("most requests that run at the same time; auto by device", is_common=True),
+            Count, says("most requests that run at the same time; auto by device", is_common=True)
         ]
         | None
     ) = None
@@ -189,8 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     attention_backend: Annotated[
-        str,
-        says("the kernels of attention", choices=Names(ATTENTION_BACKENDS, "auto")),
+        str, says("the kernels of attention", choices=Names(ATTENTION_BACKENDS, "auto"))
     ] = "auto"
     weight_format: Annotated[
         str,

@@ -11,14 +11,7 @@ from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.log import say
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import (
-    Executor,
-    KnowsEnd,
-    Listeners,
-    StepFuture,
-    StepRecord,
-    StepResult,
-)
+from ridgeline.step import Executor, KnowsEnd, Listeners, StepFuture, StepRecord, StepResult
 
 logger = logging.getLogger(__name__)
 

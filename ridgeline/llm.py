@@ -446,10 +446,7 @@ class LLM:
             )
             active.refuse(
                 RequestFault(
-                    message,
-                    param="policy",
-                    code=refusal.code,
-                    retry_after_s=refusal.retry_after_s,
+                    message, param="policy", code=refusal.code, retry_after_s=refusal.retry_after_s
                 )
             )
 

@@ -68,9 +68,7 @@ FAMILIES: dict[str, str] = {
     "kimi_k2": "ridgeline.architectures.deepseek_v3:read",
 }
 # Described, priced and planned for; `spec.check_served` says why they are not served.
-PLANNED_FAMILIES: dict[str, str] = {
-    **dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read"),
-}
+PLANNED_FAMILIES: dict[str, str] = {**dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read")}
 OWN_TENSORS = "ridgeline_own_tensors"  # true: each parameter is a tensor, as in a GGUF file
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # in names of classes that generate text
 

@@ -11,18 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.family import (
-    dense,
-    in_groups,
-    model_spec,
-    routed,
-)
+from ridgeline.architectures.family import dense, in_groups, model_spec, routed
 from ridgeline.architectures.latent_config import LATENT_NAMES, latent_trunk
-from ridgeline.architectures.spec import (
-    ExpertsSpec,
-    LatentSpec,
-    ModelSpec,
-)
+from ridgeline.architectures.spec import ExpertsSpec, LatentSpec, ModelSpec
 
 # `topk_method` -> how many experts tell how good a group is; 0: all experts are one group
 GROUP_BEST = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}

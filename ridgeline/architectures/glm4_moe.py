@@ -18,11 +18,7 @@ from ridgeline.architectures.family import (
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 
 DEFAULTS = Defaults(
-    rope_theta=10_000.0,
-    norm_eps=1e-5,
-    max_positions=131_072,
-    num_kv_heads=8,
-    rotated_share=0.5,
+    rope_theta=10_000.0, norm_eps=1e-5, max_positions=131_072, num_kv_heads=8, rotated_share=0.5
 )
 
 

@@ -6,13 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
-from ridgeline.architectures.family import (
-    LAYER_TYPES,
-    Defaults,
-    model_spec,
-    read_trunk,
-    routed,
-)
+from ridgeline.architectures.family import LAYER_TYPES, Defaults, model_spec, read_trunk, routed
 from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec, TensorLayout
 

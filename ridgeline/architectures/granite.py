@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.family import (
-    Defaults,
-    FeedForwardSpec,
-    dense,
-    model_spec,
-    read_trunk,
-)
+from ridgeline.architectures.family import Defaults, FeedForwardSpec, dense, model_spec, read_trunk
 from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec, TensorLayout
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.family import (
-    Defaults,
-    model_spec,
-    one_window,
-    read_trunk,
-    routed,
-)
+from ridgeline.architectures.family import Defaults, model_spec, one_window, read_trunk, routed
 from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec
 

@@ -4,13 +4,7 @@ size, optional window on later layers."""
 from __future__ import annotations
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.family import (
-    Defaults,
-    dense,
-    model_spec,
-    read_trunk,
-    sliding_windows,
-)
+from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk, sliding_windows
 from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec
 

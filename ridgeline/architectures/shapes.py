@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
 from ridgeline.architectures.deepseek_v3 import NAMES as DEEPSEEK_NAMES
-from ridgeline.architectures.family import (
-    Defaults,
-    FeedForwardSpec,
-    Trunk,
-    model_spec,
-    read_trunk,
-)
+from ridgeline.architectures.family import Defaults, FeedForwardSpec, Trunk, model_spec, read_trunk
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -77,7 +71,7 @@ class Shape:
 
 # Numbers of a layer that its record has no field for.
 SMALL: Mapping[str, Callable[[int, AttentionSpec, FeedForwardSpec], int]] = {
-    "biases of norms": lambda width, attention, inner: 2 * width,
+    "biases of norms": lambda width, attention, inner: 2 * width
 }
 MIXTURE = Experts("num_local_experts", size="intermediate_size")
 DEEPSEEK_MIXTURE = Experts(
@@ -110,10 +104,7 @@ SHAPES: Mapping[str, Shape] = {
     "ernie4_5_moe": Shape("rotation of neighbouring numbers", tied=True, experts=ERNIE_MIXTURE),
     "internlm3": Shape(READER, qkv_bias="qkv_bias"),
     "llama4_text": Shape(
-        "attention in chunks",
-        window="attention_chunk_size",
-        full_every=4,
-        experts=LLAMA_4_MIXTURE,
+        "attention in chunks", window="attention_chunk_size", full_every=4, experts=LLAMA_4_MIXTURE
     ),
     "minimax_m2": Shape(
         READER,
@@ -122,10 +113,7 @@ SHAPES: Mapping[str, Shape] = {
         experts=replace(MIXTURE, scoring="sigmoid", score_bias=True),
     ),
     "olmoe": Shape(
-        READER,
-        qk_norm=True,
-        norms_all_heads=True,
-        experts=Experts(size="intermediate_size"),
+        READER, qk_norm=True, norms_all_heads=True, experts=Experts(size="intermediate_size")
     ),
     "phimoe": Shape(
         "norms with a bias",

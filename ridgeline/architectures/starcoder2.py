@@ -9,11 +9,7 @@ from ridgeline.architectures.parts import LLAMA_NAMES, with_biases
 from ridgeline.architectures.spec import ModelSpec
 
 DEFAULTS = Defaults(
-    rope_theta=10_000.0,
-    norm_eps=1e-5,
-    norm_key="norm_epsilon",
-    max_positions=4096,
-    num_kv_heads=2,
+    rope_theta=10_000.0, norm_eps=1e-5, norm_key="norm_epsilon", max_positions=4096, num_kv_heads=2
 )
 _STEM = "model.layers.{layer}.mlp."
 NAMES = {**LLAMA_NAMES, **with_biases({"up": f"{_STEM}c_fc", "down": f"{_STEM}c_proj"})}

@@ -8,12 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.parts import HEAD, expected_tensors, layer_name, layer_tensors, parts
-from ridgeline.architectures.spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    ModelSpec,
-    TensorLayout,
-)
+from ridgeline.architectures.spec import AttentionSpec, ExpertsSpec, ModelSpec, TensorLayout
 
 MXFP4_BLOCK = 32  # numbers of a row that share a scale, in 16 bytes
 REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.attention.backend import (
-    AttentionBackend,
-    AttentionCase,
-    Pieces,
-    Supports,
-)
+from ridgeline.attention.backend import AttentionBackend, AttentionCase, Pieces, Supports
 from ridgeline.errors import ConfigError
 from ridgeline.formats import ATTENTION_BACKENDS
 from ridgeline.registry import load

@@ -38,11 +38,7 @@ class Supports:
     sinks: bool = False
 
     def why_not(
-        self,
-        spec: AttentionSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_format: str = "auto",
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, kv_format: str = "auto"
     ) -> str | None:
         """The first reason against it, None when it can."""
         if self.latent != (spec.latent is not None):
@@ -150,12 +146,7 @@ class AttentionBackend(ABC):
         raise InternalError(f"attention backend {self.name} serves latent attention alone")
 
     def attend_latent(
-        self,
-        q_THD: torch.Tensor,
-        up: LatentUp,
-        layer_kv: LayerKV,
-        plan: Any,
-        spec: AttentionSpec,
+        self, q_THD: torch.Tensor, up: LatentUp, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
     ) -> torch.Tensor:
         """`attend` over cached latent vectors, of which `up` makes keys and values: [T, H, V]."""
         raise InternalError(f"attention backend {self.name} does not serve latent attention")

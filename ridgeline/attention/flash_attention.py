@@ -78,11 +78,7 @@ class FlashAttention(AttentionBackend):
         )
 
     def attend(
-        self,
-        q_THD: torch.Tensor,
-        layer_kv: LayerKV,
-        plan: FlashAttentionPlan,
-        spec: AttentionSpec,
+        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: FlashAttentionPlan, spec: AttentionSpec
     ) -> torch.Tensor:
         """EngineFault with what its compiler said, where it cannot compile."""
         if (views := layer_kv.views) is None:

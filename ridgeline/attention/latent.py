@@ -17,13 +17,7 @@ from ridgeline.architectures.counts import is_expanded
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend, LatentUp, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
-from ridgeline.attention.sdpa import (
-    LongPiece,
-    SdpaAttention,
-    SdpaPlan,
-    attend_piece,
-    attend_tile,
-)
+from ridgeline.attention.sdpa import LongPiece, SdpaAttention, SdpaPlan, attend_piece, attend_tile
 from ridgeline.kvcache import LayerKV
 
 EXPANDED_BYTES = 64 << 20  # keys and values of a piece that are in memory at a time

@@ -57,11 +57,7 @@ class NativeAttention(AttentionBackend):
 
     def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> AttentionBatch:
         return AttentionBatch(
-            layout.tables_NM[group],
-            layout.seq_lens_B,
-            layout.query_start_B1,
-            window,
-            layout.rows_B,
+            layout.tables_NM[group], layout.seq_lens_B, layout.query_start_B1, window, layout.rows_B
         )
 
     def attend(

@@ -27,13 +27,7 @@ from ridgeline.attention.backend import (
     softmax_scale,
 )
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
-from ridgeline.attention.sdpa import (
-    LONG_PIECE,
-    SdpaAttention,
-    SdpaPlan,
-    attend_whole,
-    suits_cudnn,
-)
+from ridgeline.attention.sdpa import LONG_PIECE, SdpaAttention, SdpaPlan, attend_whole, suits_cudnn
 from ridgeline.attention.split_work import SplitWork, StreamedDecodes
 from ridgeline.errors import InternalError, check
 from ridgeline.kernels.launching import shared_workspace

@@ -307,11 +307,7 @@ def _attend_short(
 
 
 def attend_tile(
-    q_THD: torch.Tensor,
-    k_BKLD: torch.Tensor,
-    v_BKLV: torch.Tensor,
-    tile: ShortTile,
-    scale: float,
+    q_THD: torch.Tensor, k_BKLD: torch.Tensor, v_BKLV: torch.Tensor, tile: ShortTile, scale: float
 ) -> torch.Tensor:
     """[T, H, V] of its tokens, over the keys and values of its requests."""
     num_kv_heads, head_dim = k_BKLD.shape[1], k_BKLD.shape[3]

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
     from ridgeline.simulator.simulation import SimulationReport
     from ridgeline.simulator.sweep import Outcome
 
-LATENCIES = (
-    ("TTFT", "ttft"),
-    ("TPOT", "tpot"),
-    ("E2E", "e2e"),
-    ("queue", "queue"),
-)
+LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("E2E", "e2e"), ("queue", "queue"))
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 GROWING = frozenset({"ttft", "e2e", "queue"})  # without end, when more arrives than is done
 SATURATED = "saturated"

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 
 from ridgeline.architectures import read_spec
-from ridgeline.architectures.parts import (
-    layer_tensors,
-    optional_tensors,
-    shared_tensors,
-)
+from ridgeline.architectures.parts import layer_tensors, optional_tensors, shared_tensors
 from ridgeline.architectures.scheme_config import matrix_schemes, scheme_text
 from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.architectures.tensor_layouts import (

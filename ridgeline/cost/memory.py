@@ -16,13 +16,7 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.cost.fit_suggestions import Change, Limits
 from ridgeline.cost.fit_suggestions import fit_suggestions as find_ways
-from ridgeline.cost.memory_items import (
-    WEIGHTS,
-    MemoryItem,
-    size_text,
-    stage_layers,
-    weight_items,
-)
+from ridgeline.cost.memory_items import WEIGHTS, MemoryItem, size_text, stage_layers, weight_items
 from ridgeline.cost.setup import LOGIT_BYTES, Setup
 from ridgeline.cost.working_space import working_items
 from ridgeline.errors import ConfigError, DoesNotFit
@@ -100,12 +94,7 @@ def memory_plan(
     not even `min_sequences` requests of `max_model_len` tokens have room.
     """
     limits = Limits(
-        max_model_len,
-        max_num_seqs,
-        max_num_batched_tokens,
-        block_size,
-        utilization,
-        min_sequences,
+        max_model_len, max_num_seqs, max_num_batched_tokens, block_size, utilization, min_sequences
     )
     plan = plan_or_none(setup, limits)
     if plan is None:

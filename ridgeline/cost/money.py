@@ -48,11 +48,7 @@ def fixed_price(dollars_per_hour: float) -> Band:
 
 
 def per_million_tokens(
-    dollars_per_hour: float,
-    tokens_per_s: float,
-    *,
-    num_devices: int = 1,
-    utilisation: float = 1.0,
+    dollars_per_hour: float, tokens_per_s: float, *, num_devices: int = 1, utilisation: float = 1.0
 ) -> float:
     """Dollars for a million tokens: price per hour over tokens per hour."""
     _check_rate(tokens_per_s, utilisation)
@@ -61,11 +57,7 @@ def per_million_tokens(
 
 
 def tokens_per_dollar(
-    dollars_per_hour: float,
-    tokens_per_s: float,
-    *,
-    num_devices: int = 1,
-    utilisation: float = 1.0,
+    dollars_per_hour: float, tokens_per_s: float, *, num_devices: int = 1, utilisation: float = 1.0
 ) -> float:
     """The same the other way round. ConfigError for a price of zero."""
     if dollars_per_hour <= 0:

@@ -17,12 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.counts import (
-    flops_per_key,
-    kept_bits,
-    layer_kv_bytes,
-    nearest_format,
-)
+from ridgeline.architectures.counts import flops_per_key, kept_bits, layer_kv_bytes, nearest_format
 from ridgeline.architectures.parts import (
     BEFORE_ATTENTION,
     ROUTER,
@@ -32,13 +27,7 @@ from ridgeline.architectures.parts import (
     products,
 )
 from ridgeline.architectures.shares import fullest, fullest_queries, fullest_share
-from ridgeline.architectures.spec import (
-    AttentionSpec,
-    DenseSpec,
-    ExpertsSpec,
-    LayerSpec,
-    ModelSpec,
-)
+from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ModelSpec
 from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.setup import LOGIT_BYTES, ONE_DEVICE, PLAIN, Layout, Precision
 from ridgeline.cost.step_features import (

@@ -35,14 +35,7 @@ from ridgeline.cost.ops import (
     query_heads,
     token_ops,
 )
-from ridgeline.cost.roofline import (
-    WRITES_CACHE,
-    StepCost,
-    combine,
-    is_lone,
-    power_sum,
-    step_cost,
-)
+from ridgeline.cost.roofline import WRITES_CACHE, StepCost, combine, is_lone, power_sum, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.step_features import (
     AttentionFeatures,

@@ -154,10 +154,7 @@ def combine(
 
 
 def op_cost(
-    op: Op,
-    device: Device,
-    calibration: Calibration,
-    mode: ExecutionMode = SINGLE,
+    op: Op, device: Device, calibration: Calibration, mode: ExecutionMode = SINGLE
 ) -> OpCost:
     """Ideal and expected seconds of all `op.count`, and what binds."""
     parts = _parts(op, device, calibration, mode)

@@ -44,11 +44,7 @@ class PromptLogprobs:
 
 
 def prompt_logprobs(
-    step: StepBatch,
-    hidden_TE: torch.Tensor,
-    decoder: Decoder,
-    transfer: Transfer,
-    max_rows: int,
+    step: StepBatch, hidden_TE: torch.Tensor, decoder: Decoder, transfer: Transfer, max_rows: int
 ) -> PromptLogprobs:
     """Log-probabilities of the prompt tokens that this step's tokens predict: position p's come
     from the logits at p - 1. At most `max_rows` rows of logits exist at once."""

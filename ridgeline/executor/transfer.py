@@ -186,11 +186,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.dtype in _PLAIN
 
 
-_TORCH_DTYPES = {
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "float32": torch.float32,
-}
+_TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _PLAIN = frozenset(_TORCH_DTYPES.values())
 
 

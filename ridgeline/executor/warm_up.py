@@ -119,10 +119,7 @@ def _checks(graphs: DraftGraphs, draft_tokens: Sequence[int]) -> Iterator[Callab
     for bucket in reversed(graphs.buckets):
         yield partial(graphs.prepare, bucket, 0, Sampling.GREEDY)
     drawn = Sampling.ODDS if graphs.has_odds else Sampling.TEMPERATURES
-    for sampling, plain in (
-        (Sampling.GREEDY, Sampling.GREEDY),
-        (drawn, Sampling.TEMPERATURES),
-    ):
+    for sampling, plain in ((Sampling.GREEDY, Sampling.GREEDY), (drawn, Sampling.TEMPERATURES)):
         for bucket in [b for b in reversed(graphs.buckets) if b <= FEW_ROWS]:
             for k in draft_tokens:
                 if k <= graphs.most_drafts(bucket):

@@ -152,10 +152,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 
 def _mapped(path: Path, read: Callable[[mmap.mmap], GGUFHeader]) -> GGUFHeader:
     try:
-        with (
-            open_file(path) as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
+        with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return read(data)
     except OSError as error:
         refuse(path, f"cannot be read ({error.strerror})")

@@ -107,10 +107,7 @@ def _rope_factors(header: GGUFHeader, found: Mapping[str, TensorEntry]) -> tuple
 
 
 def _entries(
-    path: Path,
-    spec: ModelSpec,
-    wanted: Mapping[str, Source],
-    found: Mapping[str, TensorEntry],
+    path: Path, spec: ModelSpec, wanted: Mapping[str, Source], found: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
     """What the model needs, by its own names; all there and nothing else."""
     entries: dict[str, TensorEntry] = {}

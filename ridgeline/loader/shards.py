@@ -129,8 +129,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _check_unlisted(
-    shards: Mapping[str, tuple[Path, Mapping[str, TensorEntry]]],
-    entries: Mapping[str, Located],
+    shards: Mapping[str, tuple[Path, Mapping[str, TensorEntry]]], entries: Mapping[str, Located]
 ) -> None:
     seen: dict[str, str] = {}
     for shard, (path, header) in shards.items():

@@ -95,9 +95,7 @@ class Watcher:
     """Watches from when it is made until `done`."""
 
     def __init__(
-        self,
-        gpu: GpuReader | None = None,
-        read: Callable[[], Processors | None] | None = None,
+        self, gpu: GpuReader | None = None, read: Callable[[], Processors | None] | None = None
     ) -> None:
         self._read, self._gpu = read or read_processors, gpu
         self._begun = self._read()

@@ -127,10 +127,7 @@ def host_seconds(num_requests: int, context: int = 512) -> float:
         blocks, BLOCK_SIZE, windows=(None,), prefix_caching=True, key=b"calibration"
     )
     scheduler = Scheduler(
-        manager,
-        FCFS(),
-        max_num_batched_tokens=max(8192, num_requests),
-        max_num_seqs=num_requests,
+        manager, FCFS(), max_num_batched_tokens=max(8192, num_requests), max_num_seqs=num_requests
     )
     engine = Engine(scheduler, StubExecutor(blocks), WallClock(), max_in_flight=2)
     for number in range(num_requests):

@@ -82,11 +82,7 @@ PCIE_BYTES_PER_S = 25e9  # of a GPU that nobody knows
 
 
 def figures(
-    device: OpenDevice,
-    name: str,
-    threads: int,
-    peaks: Mapping[str, float],
-    bytes_per_s: float,
+    device: OpenDevice, name: str, threads: int, peaks: Mapping[str, float], bytes_per_s: float
 ) -> Device:
     """The device with what was measured of it: FLOP/s by dtype ("bf16"), bytes read a second."""
     key = device_key(device, name, threads)

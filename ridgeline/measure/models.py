@@ -229,10 +229,7 @@ CUDA = Grid(
 CUDA_QUICK = Grid(
     samples=(
         Sample(
-            "0.6B",
-            _QWEN_LIKE,
-            prefills=(24, 768, 4096),
-            decodes=((1, 256), (8, 1024), (64, 512)),
+            "0.6B", _QWEN_LIKE, prefills=(24, 768, 4096), decodes=((1, 256), (8, 1024), (64, 512))
         ),
         Sample(
             "8B, a quarter of its layers",

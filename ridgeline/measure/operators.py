@@ -156,12 +156,7 @@ def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
     attention, there = spec.layers[0].attention, bench.device.torch_device
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     cache = KVCache(
-        spec,
-        kv_groups(spec),
-        -(-num_tokens // BLOCK_SIZE),
-        BLOCK_SIZE,
-        bench.torch_dtype,
-        there,
+        spec, kv_groups(spec), -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, bench.torch_dtype, there
     )
     qkv_TC = bench.numbers(num_tokens, (heads + 2 * kv_heads) * size)
     rotated_TND = qkv_TC.view(num_tokens, -1, size)[:, : heads + kv_heads]

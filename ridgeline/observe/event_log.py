@@ -33,14 +33,7 @@ from ridgeline.request import (
     check_together,
 )
 from ridgeline.scheduler.beams import BEAM_MARK
-from ridgeline.step import (
-    BlockCopy,
-    BlockTables,
-    Listener,
-    ScheduledRequest,
-    StepPlan,
-    StepResult,
-)
+from ridgeline.step import BlockCopy, BlockTables, Listener, ScheduledRequest, StepPlan, StepResult
 
 WHAT_IT_IS = "An event log is what --event-log of serve, generate or bench has written"
 logger = logging.getLogger(__name__)

@@ -10,13 +10,7 @@ from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import WeightFormat
 from ridgeline.registry import load
 
-__all__ = [
-    "Fusion",
-    "Parameters",
-    "WeightFormat",
-    "open_vocabulary_format",
-    "open_weight_format",
-]
+__all__ = ["Fusion", "Parameters", "WeightFormat", "open_vocabulary_format", "open_weight_format"]
 
 
 def open_weight_format(name: str, *, deterministic: bool = False) -> WeightFormat:

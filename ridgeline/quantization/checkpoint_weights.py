@@ -14,13 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ridgeline.architectures.quantization_scheme import (
-    Raw,
-    Scheme,
-    cut_steps,
-    raw_name,
-    tensors_of,
-)
+from ridgeline.architectures.quantization_scheme import Raw, Scheme, cut_steps, raw_name, tensors_of
 from ridgeline.architectures.scheme_config import kept_matrices, tensors_read
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.tensor_layouts import Cut, cuts

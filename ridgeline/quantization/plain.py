@@ -22,13 +22,7 @@ from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.large_m_linear import fits_large_m, large_m_linear
 from ridgeline.kernels.quantized_matrix import Parameters
-from ridgeline.kernels.small_linear import (
-    Fusion,
-    Unfused,
-    fits_small,
-    multiply_into,
-    small_linear,
-)
+from ridgeline.kernels.small_linear import Fusion, Unfused, fits_small, multiply_into, small_linear
 from ridgeline.quantization.contract import MatrixShare, Piece, WeightFormat
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
 

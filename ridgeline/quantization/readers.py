@@ -178,11 +178,7 @@ def _integers(
 
 
 def _integer_matrix(
-    scheme: Scheme,
-    tensors: Tensors,
-    codes: torch.Tensor,
-    zero_OG: torch.Tensor | None,
-    inputs: int,
+    scheme: Scheme, tensors: Tensors, codes: torch.Tensor, zero_OG: torch.Tensor | None, inputs: int
 ) -> QuantizedMatrix | Ordered:
     scale_OG = tensors["weight_scale"]
     if scheme.is_whole:

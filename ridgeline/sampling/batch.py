@@ -71,9 +71,7 @@ class Filters:
             self.all_have_top_k,
             self.all_top_p_have_k,
             Draws(
-                self.draws.keys_R[rows],
-                self.draws.temperatures_R[rows],
-                self.draws.noisy_R[rows],
+                self.draws.keys_R[rows], self.draws.temperatures_R[rows], self.draws.noisy_R[rows]
             ),
         )
 

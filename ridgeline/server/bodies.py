@@ -89,8 +89,7 @@ class Asking(Sampling, frozen=True, kw_only=True):
     temperature: Annotated[float, says(TEMPERATURE, ge=0, le=2)] = 1.0  # OpenAI's bounds
     use_beam_search: (
         Annotated[
-            bool,
-            says("beam search instead of sampling", default="true if beam_width is above 1"),
+            bool, says("beam search instead of sampling", default="true if beam_width is above 1")
         ]
         | None
     ) = None

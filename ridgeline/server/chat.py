@@ -39,9 +39,7 @@ def read_chat(
         raise ApiError("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = asked.top_logprobs if asked.logprobs else None
     sampling = sampling_of(
-        asked,
-        names_given(body),
-        {**defaults, "logprobs": logprobs, "max_tokens": max_tokens},
+        asked, names_given(body), {**defaults, "logprobs": logprobs, "max_tokens": max_tokens}
     )
     refuse_unservable(asked, sampling, 1, max_sequences)
     rename = {"prompt": "messages", "max_tokens": asked_as}

@@ -73,16 +73,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         int, says("an unused connection is closed after", ge=0, le=int(FOREVER_S))
     ] = 30
     queue_timeout_s: Annotated[
-        Wait,
-        says("a request may wait for its first step, or twice as long as it was foretold"),
+        Wait, says("a request may wait for its first step, or twice as long as it was foretold")
     ] = 60.0
     run_timeout_s: Annotated[Wait, says("a request may take from its first step")] = 600.0
     write_timeout_s: Annotated[Wait, says("a client may leave its stream unread")] = 30.0
     keepalive_s: Annotated[Wait, says("between comments on a stream that has no news")] = 15.0
     drain_s: Annotated[Span, says("at the end, for running answers")] = 30.0
     step_overdue_multiple: Annotated[
-        float,
-        says("a step that takes so many times what it should: not ready", ge=1.0, le=1e9),
+        float, says("a step that takes so many times what it should: not ready", ge=1.0, le=1e9)
     ] = 20.0
     step_overdue_s: Annotated[Span, says("but never before so long")] = 10.0
     step_deadline_s: Annotated[Wait, says("pending work without a step for so long: not ready")] = (
@@ -102,8 +100,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         says("in a row before the server gives up", ge=0, le=100),  # each pause is twice the last
     ] = 3
     tokenizer_processes: Annotated[
-        int,
-        says("processes that turn text into tokens, all but one for one client", ge=1, le=1024),
+        int, says("processes that turn text into tokens, all but one for one client", ge=1, le=1024)
     ] = 3
 
 
@@ -142,8 +139,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "INFO"
     log_format: Annotated[
-        str,
-        says("how lines of the log are written", choices=tuple(log.FORMATS)),
+        str, says("how lines of the log are written", choices=tuple(log.FORMATS))
     ] = "text"
     access_log: Annotated[
         bool, says("log a line for each request: sizes and times, no text", is_common=True)
@@ -157,13 +153,7 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
 
     engine: EngineConfig
     replicas: Annotated[
-        int,
-        says(
-            "so many servers behind one address",
-            ge=1,
-            le=64,
-            is_common=True,
-        ),
+        int, says("so many servers behind one address", ge=1, le=64, is_common=True)
     ] = 1
     admin_port: (
         Annotated[
@@ -176,8 +166,7 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
         | None
     ) = None
     admin_host: Annotated[
-        str,
-        says("address of --admin-port; beyond this machine it wants a key with rights=admin"),
+        str, says("address of --admin-port; beyond this machine it wants a key with rights=admin")
     ] = "127.0.0.1"
     served_model_name: Annotated[
         str | None, says("what clients put into `model`", is_common=True)
@@ -207,11 +196,7 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
     ] = None
     ui: Annotated[bool, says("serve a page at / to chat with the model in a browser")] = True
     lab: Annotated[
-        bool,
-        says(
-            "pages at /lab/ show how inference works, live too",
-            is_common=True,
-        ),
+        bool, says("pages at /lab/ show how inference works, live too", is_common=True)
     ] = False
     tripwire: Annotated[
         bool,

@@ -81,11 +81,7 @@ def _enforce_wait(active: ActiveRequest, limits: Limits, now: float, rate: Servi
 
 
 def check_wait(
-    active: ActiveRequest,
-    limits: Limits,
-    rate: ServiceRate,
-    num_before: int,
-    num_tokens: int,
+    active: ActiveRequest, limits: Limits, rate: ServiceRate, num_before: int, num_tokens: int
 ) -> None:
     """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
     `num_tokens` at most. Raises ApiError overloaded when it would surely wait for longer than

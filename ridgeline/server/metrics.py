@@ -145,9 +145,7 @@ LATENCY = (
 
 KV_CACHE = (
     _gauge(
-        "kv_cache_blocks",
-        "Blocks that the engine's KV cache has.",
-        lambda seen: seen.num_blocks,
+        "kv_cache_blocks", "Blocks that the engine's KV cache has.", lambda seen: seen.num_blocks
     ),
     _gauge(
         "kv_cache_used_blocks",

@@ -350,10 +350,7 @@ class Renderer:
         return active.answers[delta.index // self._call.sampling.n].prompt_token_ids
 
     def _completion_piece(
-        self,
-        delta: ChoiceDelta,
-        usage: Usage | None,
-        prompt_ids: tuple[int, ...] | UnsetType,
+        self, delta: ChoiceDelta, usage: Usage | None, prompt_ids: tuple[int, ...] | UnsetType
     ) -> bytes:
         entries = delta.logprobs if self._call.top_logprobs is not None else ()
         shown = self._show_ids and delta.token_ids
@@ -395,10 +392,7 @@ class Renderer:
     # ------------------------------------------------------------------ log-probabilities
 
     def _completion_logprobs(
-        self,
-        entries: Sequence[TokenLogprobs | int],
-        places: Places,
-        before: Sequence[int] = (),
+        self, entries: Sequence[TokenLogprobs | int], places: Places, before: Sequence[int] = ()
     ) -> CompletionLogprobs:
         """`entries` may begin with a bare token id: the first of a prompt, which has none.
         `before`: where the tokens of the prompt begin, if these are the first entries."""

@@ -114,10 +114,7 @@ class Worker:
     """Answers questions with this tokenizer and template."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        tell: Callable[[Answer], None],
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, tell: Callable[[Answer], None]
     ) -> None:
         self._tokenizer, self._template = tokenizer, template
         self._tell = tell

@@ -66,11 +66,7 @@ class DraftTotals:
             self.drafting_s += seconds * drafting_s / expected_s
 
     def count_result(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        outputs: Sequence[RequestOutput],
-        plain_s: float,
+        self, plan: StepPlan, result: StepResult, outputs: Sequence[RequestOutput], plain_s: float
     ) -> int:
         """A step was taken in; without drafts it would have cost `plain_s`, and given one token
         to each row. How many rows got any: not those that had ended while it was under way."""

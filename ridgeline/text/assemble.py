@@ -58,8 +58,7 @@ class SampleAssembler:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = tokenizer.detokenizer(
-                skip_special_tokens=sampling.skip_special_tokens,
-                prompt_token_ids=prompt_token_ids,
+                skip_special_tokens=sampling.skip_special_tokens, prompt_token_ids=prompt_token_ids
             )
 
     @property

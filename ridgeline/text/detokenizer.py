@@ -38,10 +38,7 @@ class ByteDetokenizer:
     """
 
     def __init__(
-        self,
-        pieces: Pieces,
-        hidden_ids: frozenset[int],
-        prompt_token_ids: Sequence[int] = (),
+        self, pieces: Pieces, hidden_ids: frozenset[int], prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._pieces = pieces
         self._hidden_ids = hidden_ids

@@ -55,11 +55,7 @@ NO_VOCABULARY = (None, "none", "no_vocab")
 NORMALIZED = ("qwen2",)  # these bring texts into Unicode's NFC form first
 
 # Kinds of tokens that are looked for in a text before it is cut into words.
-IS_SPECIAL = {
-    PieceKind.CONTROL: True,
-    PieceKind.UNKNOWN: True,
-    PieceKind.USER_DEFINED: False,
-}
+IS_SPECIAL = {PieceKind.CONTROL: True, PieceKind.UNKNOWN: True, PieceKind.USER_DEFINED: False}
 
 ROLES = {
     "bos_token": "bos_token_id",

@@ -98,10 +98,7 @@ class Pieces:
     """The bytes of every token id, worked out on first use and kept."""
 
     def __init__(
-        self,
-        rule: DecodingRule,
-        piece_of: Callable[[int], str | None],
-        added_ids: frozenset[int],
+        self, rule: DecodingRule, piece_of: Callable[[int], str | None], added_ids: frozenset[int]
     ) -> None:
         self.rule = rule
         self._piece_of = piece_of

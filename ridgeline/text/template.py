@@ -196,11 +196,7 @@ def _tojson(
 ) -> str:
     """Unlike Jinja's own filter this does not escape for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -223,9 +219,7 @@ def _environment() -> _Environment:
     environment.filters["tojson"] = _tojson
     del environment.globals["lipsum"]  # writes as much as it is told to
     environment.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
-        namespace=_Namespace,
+        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
     )
     return environment
 
