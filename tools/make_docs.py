@@ -80,19 +80,28 @@ def families() -> str:
 
 # ---------------------------------------------------------------------- the lab
 
+LAB_BASE = ("lab.page", "lab.machine")
+
 
 def lab_pages() -> str:
     """Each page, the modules that its figures come from, and the test that holds them."""
     rows = []
     for name, where in LAB_PAGES.items():
-        page, source = load(name), ROOT / (where.replace(".", "/") + ".py")
-        found = ast.walk(ast.parse(source.read_text("utf-8")))
-        used = {one.module or "" for one in found if isinstance(one, ast.ImportFrom)}
-        parts = sorted(one.partition(".")[2] for one in used if one.startswith("ridgeline."))
-        known = [part for part in parts if part.partition(".")[0] not in ("lab", *WORDING)]
+        page, known = load(name), _used_by_page(where)
         test = f"[test](../tests/lab/test_{name}.py)"
-        rows.append((f"**{page.title}**: {page.idea}", ", ".join(known), test))
+        rows.append((f"**{page.title}**: {page.idea}", ", ".join(sorted(known)), test))
     return table(("page", "computed by (`ridgeline.`)", "held by"), rows)
+
+
+def _used_by_page(where: str) -> set[str]:
+    """What a module of the lab imports, and what those of the lab that it imports do, but for what
+    all pages choose from."""
+    found = ast.walk(ast.parse((ROOT / (where.replace(".", "/") + ".py")).read_text("utf-8")))
+    used = {one.module or "" for one in found if isinstance(one, ast.ImportFrom)}
+    parts = {one.partition(".")[2] for one in used if one.startswith("ridgeline.")}
+    known = {part for part in parts if part.partition(".")[0] not in ("lab", *WORDING)}
+    shared = (part for part in parts if part.startswith("lab.") and part not in LAB_BASE)
+    return known.union(*(_used_by_page(f"ridgeline.{part}") for part in shared))
 
 
 # ---------------------------------------------------------------------- the HTTP API

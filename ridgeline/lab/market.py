@@ -73,7 +73,7 @@ ENGINES = (
      "hundreds of users at once", f"README of ggml-org/llama.cpp, {READ}"),
     ("Ridgeline", "to know before and to understand afterwards: every step has a price, plans and"
      " commands come from it, and each decision is explained",
-     "NVIDIA, CPU", "replicas behind a router; a replica is one device",
-     "a model that does not fit one device", "this version"),
+     "NVIDIA, CPU", "tensor parallel, and replicas behind a router",
+     "hardware of other vendors, and the newest models", "this version"),
 )
 # fmt: on

@@ -164,22 +164,22 @@ class Live:
             raise ApiError("not_found", "with --admin-port everybody's figures are not shown here")
         with service.aside.open(request.scope["state"]["tenant"]) as ticket:
             values, _ = await service.read(request.scope, request.receive, ticket)
-            began = asyncio.get_running_loop().time()
-            if self._is_replaying or began < self._next_replay_at:
-                raise ApiError("rate_limit_exceeded", "another replay runs, or just ran; ask later")
+            if self._is_replaying:
+                raise ApiError("rate_limit_exceeded", "another replay runs; ask when it has ended")
             self._is_replaying = True
             try:
                 found = await unless_gone(request.receive, self._replayed(values))
             finally:
-                now = asyncio.get_running_loop().time()
-                self._is_replaying, self._next_replay_at = False, now + REST * (now - began)
+                self._is_replaying = False
         return Response(found, media_type="application/json")
 
     async def _replayed(self, values: Mapping[str, object]) -> bytes:
         evidence = await self._service.engine.evidence()
         if not evidence:
             raise ApiError("not_found", "this engine does not price its steps")
-        is_unwanted = threading.Event()
+        loop, is_unwanted = asyncio.get_running_loop(), threading.Event()
+        await asyncio.sleep(self._next_replay_at - loop.time())
+        began = loop.time()
         try:
             async with asyncio.timeout(REPLAY_S):
                 return await asyncio.to_thread(self._replay, evidence, values, is_unwanted.is_set)
@@ -194,6 +194,7 @@ class Live:
             raise ApiError("invalid_value", str(fault)) from None
         finally:
             is_unwanted.set()  # the thread ends at its next step
+            self._next_replay_at = loop.time() + REST * (loop.time() - began)
 
     def _sees_all(self, request: Request) -> bool:
         tenant: Tenant = request.scope["state"]["tenant"]

@@ -178,6 +178,37 @@ def test_the_keyboard_alone_suffices(browser: Any, lab: str) -> None:
         assert page.is_visible(".formula >> nth=0")
 
 
+def test_a_click_on_a_draft_token_rejects_it_and_another_takes_that_back(page_tab: Tab) -> None:
+    page = page_tab.page
+    page_tab.open("#speculation")
+    before = page.inner_text(".drawing")
+    page.click("[aria-label='step 1: reject draft 1']")
+    page.wait_for_selector("[aria-label='step 1: take back that draft 1 was rejected']")
+    assert "rejected=0%3A0" in page.url
+    assert "as you rejected some" in page.inner_text(".sentence")
+    assert not page_tab.faults()
+    page.focus("[aria-label='step 1: take back that draft 1 was rejected']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[aria-label='step 1: reject draft 1']")
+    page.wait_for_selector(".drawing[aria-busy=false] *")
+    assert page.inner_text(".drawing") == before
+
+
+def test_a_busy_lab_is_asked_again(browser: Any, lab: str) -> None:
+    busy = {"error": {"message": "the lab has had its share of this server's time"}}
+    with tab(browser) as one:
+        page = one.page
+        page.goto(f"{lab}#memory_wall")
+        page.wait_for_selector(READY)
+        refuse = {"status": 503, "headers": {"retry-after": "1"}, "json": busy}
+        page.route("**/lab/api/**", lambda route: route.fulfill(**refuse), times=1)
+        page.focus("input[aria-label=batch]")
+        page.keyboard.press("End")
+        page.wait_for_selector(".sentence:has-text('The lab is busy')")
+        page.wait_for_selector(".sentence:has-text('1,024')")
+        one.said = [text for text in one.said if "503" not in text]
+
+
 def test_a_server_that_is_gone_is_told(browser: Any, lab: str) -> None:
     page = browser.new_page()
     page.goto(f"{lab}#memory_wall")

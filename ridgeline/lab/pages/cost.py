@@ -346,7 +346,7 @@ def _other_tables() -> list[Table]:
     ]
     kwh = kwh_per_million_tokens(0.06, 8.0)
     texts.append([f"laptop, 60 W: not 0 $ but {kwh:.1f} kWh", 0.0, 8.0, round(kwh * 0.15, 3)])
-    columns = ["what", "from, or prompt tokens", "to, or answer tokens", "unit", "source", "date"]
+    columns = ["what", "low, or prompt", "high, or answer", "unit", "source", "date"]
     judged = ["engine", "for (our judgement)", "hardware", "several devices",
               "take another for (our judgement)", "source"]  # fmt: skip
     return [

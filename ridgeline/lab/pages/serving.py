@@ -266,7 +266,7 @@ def _sentence(run: _Run) -> str:
     )
     if run.together is not None:
         apart, both = (seconds(one.tpot_s.p99 or 0.0) for one in (summary, run.together))
-        said += f"; 99 % get a token each {apart}, {both} where each replica does both"
+        said += f"; a token takes up to {apart} (99 %), {both} if each replica does both"
     if summary.num_retries:
         said += f", and {summary.num_retries} had to begin anew"
     capacity = run.sweep.capacity if run.sweep else None

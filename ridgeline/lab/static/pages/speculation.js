@@ -32,6 +32,7 @@ function tape(h, d, inputs, act, width) {
   const mean = `${number(d.tape_mean)} tokens a step on average`;
   return h`<svg viewBox="0 0 ${width} ${top + rows.length * (tall + gap) + 12}" role="group" aria-label=${`Token tape: ${mean}. ${rows.map((/** @type {any} */ one, /** @type {number} */ i) => `Step ${i + 1}: ${one.num_right} of ${one.num_drafts} drafts kept`).join("; ")}`}>
     <g>${legend(h, width, left)}</g>
+    ${width > 760 && h`<text class="muted" x="412" y="14">(click a kept one to reject it)</text>`}
     <text class="strong halo" x=${width - 4} y="14" text-anchor="end" font-size="13">${width < 640 ? `${number(d.tape_mean)} tokens a step` : mean}</text>
     ${rows.map((/** @type {any} */ one, /** @type {number} */ i) => {
       const y = top + i * (tall + gap);

@@ -52,7 +52,7 @@ function pause(ms, signal) {
 
 /** The same, asked again for as long as the server has too much to do. @param {string} path @param {RequestInit & {signal: AbortSignal}} options
  * @param {(message: string) => void} onWait */
-async function patient(path, options, onWait) {
+export async function patient(path, options, onWait) {
   for (;;) {
     try {
       return await reach(path, options);

@@ -32,7 +32,7 @@ export function Tables({ tables }) {
     <summary>${one.title}</summary>
     <div class="scroll" tabindex="0" role="region" aria-label=${one.title}><table>
       <thead><tr>${one.columns.map((/** @type {string} */ name) => html`<th scope="col">${name}</th>`)}</tr></thead>
-      <tbody>${one.rows.map((/** @type {any[]} */ row) => html`<tr>${row.map((cell) => html`<td class=${typeof cell === "number" ? "number" : ""}>${shown(cell)}</td>`)}</tr>`)}</tbody>
+      <tbody>${one.rows.map((/** @type {any[]} */ row) => html`<tr>${row.map((cell) => html`<td class=${typeof cell === "number" ? "number" : cell?.length > 36 ? "long" : ""}>${shown(cell)}</td>`)}</tr>`)}</tbody>
     </table></div>
   </details>`);
 }

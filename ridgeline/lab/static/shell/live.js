@@ -1,7 +1,7 @@
 // What is the engine doing now? Its steps under their limit, its cache, who waits and runs, and how long it takes.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { Controls } from "./controls.js";
-import { events, key, reach } from "./api.js";
+import { events, key, patient, reach } from "./api.js";
 import { amount, both, number, scaled, seconds } from "./format.js";
 import { html } from "./html.js";
 import { Plot } from "./plot.js";
@@ -193,9 +193,11 @@ function WhatIf() {
   const replay = async () => {
     setBusy(true); setFault("");
     try {
-      const reply = await reach("live/what-if", { method: "POST", body: JSON.stringify(wanted), headers: { "content-type": "application/json" } });
+      const reply = await patient("live/what-if", {
+        method: "POST", body: JSON.stringify(wanted), signal: new AbortController().signal, headers: { "content-type": "application/json" },
+      }, setFault);
       const found = await reply.json();
-      setTold(found); setWanted(found.other);
+      setTold(found); setWanted(found.other); setFault("");
     } catch (error) { setFault(/** @type {Error} */ (error).message); }
     setBusy(false);
   };
