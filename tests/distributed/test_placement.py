@@ -21,6 +21,7 @@ from ridgeline.architectures.shares import (
 )
 from ridgeline.distributed.placement import Collective, Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
+from ridgeline.layers.hidden import Hidden
 from tests.layers.driving import Driver, TensorDict, build_decoder
 from tests.layers.reference_models import ReferenceModel, tiny_config
 
@@ -121,6 +122,26 @@ def test_random_models_are_the_same_however_they_are_split() -> None:
     whole = work(Placement())
     for answer in on_ranks(2, work):
         assert (answer - whole).abs().max().item() < 1e-5
+
+
+def test_logits_of_captured_steps_are_gathered() -> None:
+    """Into a row that has fewer columns than the vocabulary too."""
+    spec = read_spec(tiny_config("llama"))
+
+    def work(placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = build_decoder(spec, max_model_len=64, placement=placement)
+        decoder.randomize(3)
+        states = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+        states, few = states.to(decoder.device), torch.empty(5, 60, device=decoder.device)
+        decoder.lm_head.logits_into(Hidden(states.clone()), decoder.norm, few)
+        return few, decoder.logits(states)
+
+    few, whole = work(Placement())
+    assert torch.equal(few, whole[:, :60])
+    for size in (2, 3):
+        for some, every in on_ranks(size, work):
+            torch.testing.assert_close(some, few)
+            torch.testing.assert_close(every, whole)
 
 
 def test_shares() -> None:
