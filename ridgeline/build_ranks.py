@@ -32,8 +32,7 @@ from ridgeline.resolve import RankMemory, memory_of
 
 LOCAL_WAIT_S = 60.0  # for processes on this machine to say who they are
 JOIN_WAIT_S = 600.0
-MEETING_S = 60.0
-COLLECTIVE_S = 24 * 3600.0  # who waits in vain is found by the driver, which ends the group
+COLLECTIVE_S = 600.0  # the driver ends the group long before, if a rank waits for another in vain
 TURN_S = 0.2
 LOOPBACK = "127.0.0.1"
 

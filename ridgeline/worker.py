@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import deque
 from contextlib import suppress
+from time import sleep
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from msgspec import structs
 
 from ridgeline import log
 from ridgeline.child import die_with_parent, harden
+from ridgeline.clock import WallClock
 from ridgeline.distributed.links import (
     SECRET_VARIABLE,
     DriverLink,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:  # torch and all that needs it
 EXIT_FAULT = 70  # EX_SOFTWARE
 EXIT_CONFIG = 78  # EX_CONFIG
 CONNECT_S = 10.0
+CONNECT_PERIOD_S = 0.2
+DRIVER_WAIT_S = 600.0
 MOST_LETTERS = 500  # of the last words
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -158,16 +162,27 @@ def main() -> int:
 def join(host: str, port: int, rank: int | None) -> int:
     """A rank that somebody has started, perhaps elsewhere. Raises ConfigError."""
     secret = read_secret()
-    try:
-        sock = socket.create_connection((host, port), timeout=CONNECT_S)
-    except OSError as error:
-        raise ConfigError(
-            f"{host} port {port}: no driver listens there ({error.strerror or error})"
-        ) from None
+    sock = _connect(host, port)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link = DriverLink(sock, secret, rank)
     say(logger, logging.INFO, "the driver takes us", rank=link.rank, of=link.size)
     return run(link)
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    """To the driver, which may be started later."""
+    clock = WallClock()
+    until = clock.now() + DRIVER_WAIT_S
+    say(logger, logging.INFO, "waiting for the driver", host=host, port=port)
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=CONNECT_S)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or clock.now() > until:
+                raise ConfigError(
+                    f"{host} port {port}: no driver listens there ({error.strerror or error})"
+                ) from None
+        sleep(CONNECT_PERIOD_S)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,9 @@ TOLD_S = 5.0  # between two lines about who is missing
 ANSWER_S = 0.8  # for what a rank is at
 EXIT_S = 0.3  # for the last words of a rank that has closed its socket
 OVERDUE_S = 10.0  # no rank may be in one place of a step for longer, see Ranks.overdue_s
+# While it starts, a rank may be silent for so long: libraries are loaded without letting go of
+# Python, and the answering thread needs that.
+START_ANSWER_S = 60.0
 READ_BYTES = 1 << 16
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -295,6 +298,7 @@ class Ranks:
         self._seen: tuple[tuple[int, int], float] = ((0, 0), 0.0)
         self._question = 0
         self._asked_at: float | None = None
+        self._is_starting = True
         for rank, sock in enumerate(socks, 1):
             self._meet(sock, rank)
         if listener is not None:
@@ -329,6 +333,10 @@ class Ranks:
             found = peer.hello
             if found is not None:
                 say(logger, logging.INFO, "rank", number=rank, host=found.host, pid=found.pid)
+
+    def started(self) -> None:
+        """All of them are ready for steps."""
+        self._is_starting, self._asked_at = False, None
 
     def send(self, message: Command) -> None:
         """To all. EngineLost when one is gone."""
@@ -533,6 +541,9 @@ class Ranks:
     # ------------------------------------------------------------------ who is stuck
 
     def _watch(self, now: float) -> None:
+        if self._is_starting:
+            self._watch_start(now)
+            return
         since, mark = self._waits_since, self.whereabouts.mark
         if since is None or mark != self._seen[0]:
             self._seen, self._asked_at = (mark, now), None
@@ -544,6 +555,14 @@ class Ranks:
             self._ask(now)
         elif now - self._asked_at >= ANSWER_S or not self._silent():
             self._lose(EngineLost(self._blame(stays_s)))
+
+    def _watch_start(self, now: float) -> None:
+        """Nobody knows how long it takes; but who is alive answers."""
+        if self._asked_at is None or not self._silent():
+            self._ask(now)
+        elif now - self._asked_at > START_ANSWER_S:
+            who = " and ".join(peer.words for peer in self._silent())
+            self._lose(EngineLost(f"{who} does not answer while it starts"))
 
     def _ask(self, now: float) -> None:
         self._question += 1

@@ -26,6 +26,7 @@ class GroupExecutor:
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
         self._ranks = ranks
+        ranks.started()
 
     def submit(self, plan: StepPlan) -> StepFuture:
         ranks = self._ranks

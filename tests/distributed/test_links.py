@@ -48,6 +48,7 @@ class Members:
         self.ranks = Ranks(size, SECRET, [ours for ours, _ in pairs])
         self.links = [DriverLink(theirs, SECRET, rank) for rank, (_, theirs) in enumerate(pairs, 1)]
         self.ranks.gather(WAIT_S, "")
+        self.ranks.started()
         self.lost: list[str] = []
         self._is_lost = threading.Event()
         self.ranks.on_lost = self._on_lost

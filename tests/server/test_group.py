@@ -1,0 +1,120 @@
+"""Does a server of several ranks answer, start them again when one is gone, and leave nothing?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.config import EngineConfig
+from ridgeline.distributed.links import SECRET_VARIABLE
+from ridgeline.server import Limits, ServeConfig
+from tests.server.running import PATIENCE_S, ROOT, Running, running, until
+from tests.tiny_model import make_tiny_model
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config(folder: Path, **options: object) -> ServeConfig:
+    asked = {"device": "cpu", "threads": 1, "speculate": "off", "tp": 2, **options}
+    engine = EngineConfig(model=str(folder), **asked)  # type: ignore[arg-type]
+    return ServeConfig(engine=engine, port=0, limits=Limits(step_overdue_s=1.0))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(config(folder), tmp_path_factory.mktemp("server")) as started:
+        yield started
+        ranks = ranks_of(started)
+    until(lambda: not any(map(lives, ranks)), "the ranks to go")
+
+
+def ranks_of(server: Running) -> list[int]:
+    engine = server.engine_pid
+    found = set()
+    for thread in Path(f"/proc/{engine}/task").iterdir():
+        found |= set((thread / "children").read_text().split())
+    return sorted(map(int, found))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def answer(server: Running, max_tokens: int = 8) -> httpx.Response:
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
+    with server.http as http:
+        body["model"] = http.get("/v1/models").json()["data"][0]["id"]
+        return http.post("/v1/completions", json=body | {"ignore_eos": True})
+
+
+def text_of_one(folder: Path) -> str:
+    with LLM(folder, device="cpu", threads=1, speculate="off") as llm:
+        sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        return llm.generate([PROMPT], sampling)[0].text
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "does not answer")]
+)
+def test_a_rank_that_is_gone_or_stuck_is_replaced(
+    server: Running, folder: Path, sent: signal.Signals, words: str
+) -> None:
+    (rank,) = ranks_of(server)
+    engine = server.engine_pid
+    want = text_of_one(folder)
+    assert answer(server).json()["choices"][0]["text"] == want
+    os.kill(rank, sent)
+    if sent is signal.SIGSTOP:
+        failed = answer(server, 400)
+        assert failed.status_code == 503
+        assert failed.json()["error"]["code"] == "engine_unavailable"
+    until(lambda: server.engine_pid not in (engine, 0), "another engine")
+    server.wait_until_ready()
+    assert not lives(rank)
+    assert answer(server).json()["choices"][0]["text"] == want
+    assert f"rank 1 (host {os.uname().nodename}, pid {rank}) {words}" in server.log.read_text()
+
+
+def test_ranks_go_with_the_server(folder: Path, tmp_path: Path) -> None:
+    with running(config(folder), tmp_path) as started:
+        engine, ranks = started.engine_pid, ranks_of(started)
+        os.kill(ranks[0], signal.SIGSTOP)
+        os.kill(started.process.pid, signal.SIGKILL)
+        until(lambda: not any(map(lives, (engine, *ranks))), "all of them to go")
+
+
+def test_a_rank_may_come_before_its_driver(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv(SECRET_VARIABLE, "5a" * 32)
+    command = [sys.executable, "-m", "ridgeline", "worker", "--join", address]
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert worker.stderr is not None
+        assert "waiting for the driver" in worker.stderr.readline()
+        with running(config(folder, launcher="join", join_address=address), tmp_path) as started:
+            assert answer(started).json()["choices"][0]["text"] == text_of_one(folder)
+            assert started.stop() == 0
+            assert worker.wait(PATIENCE_S) == 0
+    finally:
+        worker.kill()
+        worker.communicate()
