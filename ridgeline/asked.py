@@ -38,9 +38,11 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """What of tp, launcher and join_address does not go together."""
+    """What of tp, pp, launcher and join_address does not go together."""
     joins, address = config.launcher == "join", config.join_address
-    if joins and config.tp == 1:
+    shape = f"tp {config.tp}" if config.pp == 1 else f"tp {config.tp} and pp {config.pp}"
+    is_group = config.num_ranks > 1
+    if joins and not is_group:
         raise ConfigError("launcher join waits for other ranks; give tp 2 or more, or leave it out")
     if joins != (address is not None):
         raise ConfigError(
@@ -52,11 +54,11 @@ def check_ranks(config: EngineConfig) -> None:
     if config.collective not in ("auto", *COLLECTIVES):
         names = ", ".join(COLLECTIVES)
         raise ConfigError(f"unknown collective {config.collective!r}; use auto or one of {names}")
-    if config.tp > 1 and config.implementation == TRANSFORMERS:
-        raise ConfigError(f"tp {config.tp} needs native layers; leave out implementation")
-    if config.tp > 1 and config.device.startswith("cuda:"):
+    if is_group and config.implementation == TRANSFORMERS:
+        raise ConfigError(f"{shape} needs native layers; leave out implementation")
+    if is_group and config.device.startswith("cuda:"):
         raise ConfigError(
-            f"device {config.device} is one GPU and tp is {config.tp}; use device cuda, which takes"
+            f"device {config.device} is one GPU and {shape} is more; use device cuda, which takes"
             " the first ones, or choose them with CUDA_VISIBLE_DEVICES"
         )
 

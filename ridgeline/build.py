@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,13 +16,14 @@ from msgspec import structs
 
 from ridgeline import __version__, demo
 from ridgeline.architectures import FAMILIES, read_spec
-from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.kv_groups import KVGroup, kv_groups
 from ridgeline.architectures.scheme_config import (
     is_quantized,
     matrix_schemes,
     unpacked_matrices,
 )
 from ridgeline.architectures.spec import NATIVE, TRANSFORMERS, ModelSpec, check_served
+from ridgeline.architectures.stages import stage_groups, stage_spec
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
@@ -34,6 +35,7 @@ from ridgeline.costing import asked_drafts, draft_length_controller, engine_head
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed import messages
 from ridgeline.distributed.links import Ranks
+from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
@@ -42,6 +44,7 @@ from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.group import GroupExecutor, GroupScorer
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
+from ridgeline.executor.stage import StageExecutor
 from ridgeline.executor.warm_up import NUMBERS_OF_DRAFTS, WARM_UP_S, WarmUp
 from ridgeline.figures import scaled
 from ridgeline.formats import CHECKPOINT, MODEL
@@ -255,6 +258,10 @@ def build_rank(
     """Takes the memory. Raises ConfigError for weights that are damaged or do not go together."""
     startup = startup or StartUp()
     config, side, device, spec = opened.config, opened.side, opened.device, opened.side.spec
+    groups = kv_groups(spec)
+    if placement.pipeline is not None:
+        layers = range(*resolved.stages[placement.pipeline.stage])
+        spec, groups = stage_spec(spec, layers), stage_groups(groups, layers)
     packs = open_packs(config.pack_cache)
     torch.set_num_threads(resolved.threads)
     if device.name == "cpu":
@@ -264,7 +271,7 @@ def build_rank(
     make = partial(_decoder, placement=placement, packs=keeps, progress=progress, startup=startup)
     decoder = make(resolved, spec, device, opened.checkpoint)
     with startup.phase("cache") as opening:
-        kv = _cache(resolved, spec, device, placement)
+        kv = _cache(resolved, spec, groups, device, placement)
         opening.detail = scaled(kv.num_bytes, "B")
 
     def open_draft(source: DraftSource) -> Decoder:
@@ -280,7 +287,7 @@ def build_rank(
             raise
         say(logger, logging.WARNING, "nothing is drafted", reason=problem)
         drafting, resolved = None, without_drafts(resolved)
-    executor = _executor(resolved, spec, device, decoder, kv, drafting)
+    executor = _executor(resolved, device, decoder, kv, drafting, placement.pipeline)
     limits = {"block_size": resolved.block_size, "max_model_len": resolved.max_model_len}
     scorer = Scorer(decoder, device, **limits)
     return Rank(decoder, kv, executor, scorer, drafting, resolved)
@@ -301,7 +308,7 @@ def build(
     asked for, whose vocabulary must be the same."""
     startup = startup or StartUp()
     check_settings(config)
-    ranks = start_ranks(config) if config.tp > 1 else None
+    ranks = start_ranks(config) if config.num_ranks > 1 else None
     try:
         opened = open_model(config, progress, startup, reads_text=reads_text)
         return _driver(opened, ranks, progress, clock or WallClock(), startup)
@@ -627,12 +634,16 @@ def _draft_decoder(
 
 
 def _cache(
-    resolved: ResolvedConfig, spec: ModelSpec, device: Device, placement: Placement
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    groups: Sequence[KVGroup],
+    device: Device,
+    placement: Placement,
 ) -> KVCache:
     heads = placement.shard_heads(spec.layers[0].attention.num_kv_heads).length
     return KVCache(
         spec,
-        kv_groups(spec),
+        groups,
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
         dtype=getattr(torch, resolved.dtype),
@@ -644,24 +655,25 @@ def _cache(
 
 def _executor(
     resolved: ResolvedConfig,
-    spec: ModelSpec,
     device: Device,
     decoder: Decoder,
     kv: KVCache,
     drafting: Drafting | None,
+    pipeline: Pipeline | None,
 ) -> LocalExecutor:
     captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
     if captured and (reason := why_not_captured(decoder, kv)):
         say(logger, logging.WARNING, "decode steps are not captured", reason=reason)
         captured = captured_tokens = 0
-    return LocalExecutor(
+    kind = LocalExecutor if pipeline is None else partial(StageExecutor, pipeline=pipeline)
+    return kind(
         decoder,
         kv,
         device,
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
-        groups=kv_groups(spec),
-        vocab_size=spec.vocab_size,
+        groups=kv.groups,
+        vocab_size=decoder.spec.vocab_size,
         max_model_len=resolved.max_model_len,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
@@ -704,6 +716,7 @@ def _scheduler(
         num_drafts=resolved.max_draft_tokens,
         draft_lengths=controller,
         finds_drafts=asked is None or asked.line.looks_ahead,
+        stages=max(1, len(resolved.stages)),
     )
 
 
@@ -720,6 +733,8 @@ def _foreseen_drafts(controller: DraftLengthController | None) -> tuple[int, ...
 
 
 def _measured(memory: tuple[MemoryRow, ...], rank: Rank) -> tuple[MemoryRow, ...]:
+    if rank.resolved.stages:
+        return memory  # is that of the fullest stage
     got = {"weights": rank.decoder.num_bytes, "KV cache": rank.kv.num_bytes}
     if rank.drafting is not None and isinstance(rank.drafting.method, DraftModel):
         draft = rank.drafting.method

@@ -15,6 +15,7 @@ from ridgeline.asked import read_address
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices import Device
 from ridgeline.distributed.collectives import open_collective
+from ridgeline.distributed.gloo import own_host
 from ridgeline.distributed.launch_local import LocalProcesses
 from ridgeline.distributed.links import (
     SECRET_BYTES,
@@ -26,6 +27,7 @@ from ridgeline.distributed.messages import (
     Open,
     Opened,
 )
+from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Collective, Placement
 from ridgeline.errors import ConfigError
 from ridgeline.resolve import RankMemory, memory_of
@@ -35,6 +37,8 @@ JOIN_WAIT_S = 600.0
 COLLECTIVE_S = 600.0  # the driver ends the group long before, if a rank waits for another in vain
 TURN_S = 0.2
 LOOPBACK = "127.0.0.1"
+PIPELINE = "gloo"  # how stages talk
+MOST_LETTERS = 80  # of an address
 
 
 def start_ranks(config: EngineConfig) -> Ranks:
@@ -42,8 +46,8 @@ def start_ranks(config: EngineConfig) -> Ranks:
     ConfigError."""
     if config.launcher != "join":
         secret = secrets.token_bytes(SECRET_BYTES)
-        processes = LocalProcesses(config.tp, secret)
-        return Ranks(config.tp, secret, processes.socks, processes)
+        processes = LocalProcesses(config.num_ranks, secret)
+        return Ranks(config.num_ranks, secret, processes.socks, processes)
     secret = read_secret()
     host, port = read_address(config.join_address or "")
     try:
@@ -53,7 +57,7 @@ def start_ranks(config: EngineConfig) -> Ranks:
             f"join_address {config.join_address} cannot be listened on ({error.strerror}); give an"
             " address of this machine and a free port"
         ) from None
-    return Ranks(config.tp, secret, listener=listener)
+    return Ranks(config.num_ranks, secret, listener=listener)
 
 
 def open_ranks(
@@ -142,11 +146,34 @@ def rank_placement(
     listener: socket.socket | None = None,
 ) -> Placement:
     """Of a rank that has met the others."""
-    size = resolved.tp
-    found = open_collective(
-        resolved.collective, rank, size, address, listener=listener, timeout_s=COLLECTIVE_S
+    width, stages = resolved.tp, len(resolved.stages)
+    if not stages:
+        found = open_collective(
+            resolved.collective, rank, width, address, listener=listener, timeout_s=COLLECTIVE_S
+        )
+        return Placement(rank, width, follow(found))
+    every = open_collective(
+        PIPELINE, rank, stages * width, address, listener=listener, timeout_s=COLLECTIVE_S
     )
-    return Placement(rank, size, follow(found))
+    pipeline = Pipeline(follow(every), rank, stages, width)
+    if width == 1:
+        return Placement(pipeline=pipeline)
+    own = None
+    if pipeline.place == 0:
+        own = socket.create_server((own_host(address), 0))
+    where = _addresses(every, own)[pipeline.stage * width]
+    found = open_collective(
+        resolved.collective, pipeline.place, width, where, listener=own, timeout_s=COLLECTIVE_S
+    )
+    return Placement(pipeline.place, width, follow(found), pipeline=pipeline)
+
+
+def _addresses(every: Collective, own: socket.socket | None) -> list[str]:
+    """Where the first rank of each stage waits for the others of it; by rank, "" of all others."""
+    host, port = ("", 0) if own is None else own.getsockname()[:2]
+    text = f"{host}:{port}".encode() if host else b""
+    told = every.all_gather(torch.tensor(list(text.ljust(MOST_LETTERS)), dtype=torch.uint8))
+    return [bytes(one.tolist()).decode().strip() for one in told]
 
 
 def watching(

@@ -229,6 +229,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = 1
+    pp: Annotated[
+        Count,
+        says(
+            "stages of a pipeline, each with some layers of the model; each stage has tp ranks",
+            is_common=True,
+        ),
+    ] = 1
     launcher: Annotated[
         str,
         says(
@@ -265,6 +272,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="FILE",
         ),
     ] = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +324,7 @@ class ResolvedConfig:
     kv_cache_dtype: str
     threads: int  # of each rank
     tp: int = 1
+    stages: tuple[tuple[int, int], ...] = ()  # of a pipeline: its first layer, and the one behind
     collective: str = ""
     decisions: tuple[Decision, ...] = ()
 

@@ -63,7 +63,7 @@ def engine_pricer(
         Setup(
             spec,
             figures,
-            Layout(tp=resolved.tp),
+            Layout(tp=resolved.tp, pp=max(1, len(resolved.stages))),
             precision=precision,
             calibration=replace(constants, host=host),
         )
@@ -185,7 +185,12 @@ def device_figures(resolved: ResolvedConfig, device: OpenDevice) -> Device:
     found = None if resolved.device == "cpu" else match(name, catalogue().values())
     if found is not None:
         return replace(found, memory_bytes=memory)
-    return unknown_device(name, resolved, memory)
+    return unknown_device(
+        name,
+        is_cpu=resolved.device == "cpu",
+        threads=resolved.threads,
+        memory_bytes=memory,
+    )
 
 
 def match(description: str, devices: Iterable[Device]) -> Device | None:
@@ -207,12 +212,11 @@ def match(description: str, devices: Iterable[Device]) -> Device | None:
     return max(found, key=lambda row: row[:2])[2] if found else None
 
 
-def unknown_device(description: str, resolved: ResolvedConfig, memory_bytes: int) -> Device:
+def unknown_device(description: str, *, is_cpu: bool, threads: int, memory_bytes: int) -> Device:
     """Round figures, so that what is far from them can be seen at least."""
-    is_cpu = resolved.device == "cpu"
     float32 = bfloat16 = GPU_FLOPS
     if is_cpu:
-        float32, bfloat16 = (resolved.threads * flops for flops in CORE_FLOPS[level()])
+        float32, bfloat16 = (threads * flops for flops in CORE_FLOPS[level()])
     return Device(
         name="cpu" if is_cpu else "gpu",
         label=f"{description} (assumed figures)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -12,9 +12,10 @@ import torch
 from msgspec import structs
 
 from ridgeline.architectures.counts import weight_bytes
-from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.kv_groups import KVGroup, kv_groups
 from ridgeline.architectures.scheme_config import is_quantized, scheme_text, unpacked_matrices
 from ridgeline.architectures.spec import NATIVE, ModelSpec
+from ridgeline.architectures.stages import stage_groups, stage_spec
 from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
 from ridgeline.config import DEFAULT_POLICY, Decision, EngineConfig, ResolvedConfig
@@ -36,7 +37,9 @@ from ridgeline.cost.memory import (
     weight_items,
     working_items,
 )
-from ridgeline.cost.setup import DTYPE_BYTES, Layout, Precision
+from ridgeline.cost.pipeline import cut_by_price
+from ridgeline.cost.setup import DTYPE_BYTES, Layout, Precision, Setup
+from ridgeline.costing import unknown_device
 from ridgeline.devices import Device
 from ridgeline.devices.host_memory import kept_for_others
 from ridgeline.distributed.collectives import collective_class
@@ -178,9 +181,12 @@ def _resolve(
     decisions = _Decisions()
     chosen = _choose(config, spec, device, model_path, model_name, has_weights, decisions)
     chosen = _with_drafts(chosen, config, spec, model_path, read_draft, no_drafts, decisions)
-    in_flight = _in_flight(config, chosen.kind, chosen.drafting, decisions)
+    in_flight = _in_flight(config, chosen, decisions)
     size, kv = chosen.dtype_bytes, config.kv_cache_dtype
-    block_bytes = bytes_per_block(spec, config.block_size, size, kv_format=kv, ranks=config.tp)
+    block_bytes = max(
+        bytes_per_block(one, config.block_size, size, kv_format=kv, ranks=config.tp, groups=groups)
+        for one, groups in _stages(spec, chosen.stages)
+    )
     fixed, draft_block_bytes = _beside_the_cache(config, spec, chosen)
     num_blocks, max_model_len = _cache_size(
         config,
@@ -228,6 +234,7 @@ def _resolve(
         kv_cache_dtype=config.kv_cache_dtype,
         threads=threads,
         tp=config.tp,
+        stages=chosen.stages,
         collective=chosen.collective,
         decisions=tuple(decisions.made),
     )
@@ -258,6 +265,7 @@ class _Chosen:
     captured_tokens: int
     kept: int
     collective: str = ""
+    stages: tuple[tuple[int, int], ...] = ()
     drafting: Drafting = NO_DRAFTS
     verified: int = 0
 
@@ -303,9 +311,12 @@ def _choose(
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
     collective = _collective(config, kind, decisions)
+    stages = _cut(config, spec, kind, dtype, weight_format, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
-    if captured and collective and not collective_class(collective).captures:
+    if captured and (stages or (collective and not collective_class(collective).captures)):
         because = f"ranks talk over {collective}, which no captured step can call"
+        if stages:
+            because = "no captured step can wait for the stage before it"
         decisions.note("captured steps", captured, "none", because)
         captured = 0
     has_graphs = captured > 0 and kind == "cuda"
@@ -314,7 +325,9 @@ def _choose(
         dtype=dtype,
         load_format=load_format,
         weight_format=weight_format,
-        weights=_weights(spec, dtype, weight_format, config.tp),
+        weights=max(
+            _weights(one, dtype, weight_format, config.tp) for one, _ in _stages(spec, stages)
+        ),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -322,7 +335,43 @@ def _choose(
         captured_tokens=min(most_prompt_tokens(spec), batched) if has_graphs else 0,
         kept=kept_for_others() if kind == "cpu" else 0,
         collective=collective,
+        stages=stages,
     )
+
+
+def _stages(
+    spec: ModelSpec, stages: Sequence[tuple[int, int]]
+) -> Iterator[tuple[ModelSpec, tuple[KVGroup, ...]]]:
+    """Each as a model, with its part of the KV groups; without stages the model itself."""
+    groups = kv_groups(spec)
+    if not stages:
+        yield spec, groups
+    for layers in (range(*one) for one in stages):
+        yield stage_spec(spec, layers), stage_groups(groups, layers)
+
+
+def _cut(
+    config: EngineConfig,
+    spec: ModelSpec,
+    kind: str,
+    dtype: str,
+    weight_format: str,
+    decisions: _Decisions,
+) -> tuple[tuple[int, int], ...]:
+    """Stages of which the slowest is fastest in a usual step; none without a pipeline."""
+    if config.pp == 1:
+        return ()
+    if kind != "cpu":
+        raise ConfigError(f"pp {config.pp} is served on CPUs alone, not on {kind}; use pp 1")
+    if config.pp > spec.num_layers:
+        raise ConfigError(f"pp is {config.pp}; the model has only {spec.num_layers} layers")
+    figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=0)
+    precision = Precision(dtype, weight_format, config.kv_cache_dtype)
+    setup = Setup(spec, figures, Layout(tp=config.tp), precision)
+    found = tuple((one.start, one.stop) for one in cut_by_price(setup, config.pp))
+    shown = ", ".join(f"{first}-{behind - 1}" for first, behind in found)
+    decisions.note("pp", config.pp, config.pp, f"layers {shown}: the slowest stage is fastest so")
+    return found
 
 
 def _weights(spec: ModelSpec, dtype: str, weight_format: str, ranks: int) -> int:
@@ -335,11 +384,12 @@ def _weights(spec: ModelSpec, dtype: str, weight_format: str, ranks: int) -> int
 
 def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
     """How ranks talk; empty for one rank."""
-    if config.tp == 1:
+    if config.num_ranks == 1:
         return ""
     local = config.launcher != "join"
     where = "started on this machine" if local else f"that come to {config.join_address}"
-    decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
+    if config.tp > 1:
+        decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
     if config.launcher == "auto":
         decisions.note("launcher", "auto", "local", "nothing says that ranks are elsewhere")
     if config.collective != "auto":
@@ -449,8 +499,8 @@ def _check_deterministic(
     way_out = "leave out deterministic, or"
     if kind != "cuda":
         raise ConfigError(f"deterministic needs a CUDA device, not {kind}; {way_out} serve on one")
-    if config.tp > 1:
-        raise ConfigError(f"deterministic needs all of the model on one rank; {way_out} tp")
+    if config.num_ranks > 1:
+        raise ConfigError(f"deterministic needs all of the model on one rank; {way_out} tp and pp")
     if config.attention_backend not in ("auto", INVARIANT):
         raise ConfigError(
             f"deterministic needs attention_backend {INVARIANT}, not {config.attention_backend};"
@@ -471,7 +521,7 @@ def _check_deterministic(
 
 def _check_foreign(config: EngineConfig, spec: ModelSpec) -> None:
     """What layers that another library computes cannot have."""
-    for name, usual in (("weight_format", "plain"), ("deterministic", False), ("tp", 1)):
+    for name, usual in (("weight_format", "plain"), ("deterministic", False), ("tp", 1), ("pp", 1)):
         if getattr(config, name) not in ("auto", usual):
             raise ConfigError(
                 f"{name} {getattr(config, name)} needs native layers, and a {spec.family} runs "
@@ -479,10 +529,15 @@ def _check_foreign(config: EngineConfig, spec: ModelSpec) -> None:
             )
 
 
-def _in_flight(config: EngineConfig, kind: str, drafting: Drafting, decisions: _Decisions) -> int:
+def _in_flight(config: EngineConfig, chosen: _Chosen, decisions: _Decisions) -> int:
     """A CPU computes a step when it takes it: another in flight would only make the host plan
-    with more drafts accepted than were."""
-    if kind != "cpu" or drafting.asked is None or config.max_in_flight == 1:
+    with more drafts accepted than were. Each stage of a pipeline has a step, and the first finds
+    one waiting."""
+    if chosen.stages:
+        because = f"each of {config.pp} stages has a step, and another waits"
+        decisions.note("max_in_flight", config.max_in_flight, config.pp + 1, because)
+        return config.pp + 1
+    if chosen.kind != "cpu" or chosen.drafting.asked is None or config.max_in_flight == 1:
         return config.max_in_flight
     because = "a CPU computes each step as it takes it, and drafts are best planned knowing it"
     decisions.note("max_in_flight", config.max_in_flight, 1, because)
@@ -557,7 +612,7 @@ def _threads(config: EngineConfig, kind: str, weights: int, decisions: _Decision
     """Small models lose more by waiting for a second thread than it computes for them."""
     if config.threads is not None:
         return config.threads
-    cores = max(1, CORES // config.tp) if config.launcher != "join" else CORES
+    cores = max(1, CORES // config.num_ranks) if config.launcher != "join" else CORES
     threads = min(cores, max(1, weights // WEIGHT_BYTES_PER_THREAD)) if kind == "cpu" else cores
     if threads < CORES:
         decisions.note("threads", None, threads, f"{weights / 1e6:.1f} MB of weights")
@@ -623,7 +678,7 @@ def _cache_size(
     else:
         room = allowed - used
         if kind == "cpu":
-            room = min(room, CPU_CACHE_BYTES // config.tp)
+            room = min(room, CPU_CACHE_BYTES // config.num_ranks)
         num_blocks = min(room // block_bytes - 1, wanted)
         why = "every request at full length" if num_blocks == wanted else "the memory left"
         if num_blocks < wanted and device.bound and room == allowed - used:

@@ -142,8 +142,8 @@ def why_no_drafts(
             "drafts are checked several at once, which deterministic rules out; leave out one of "
             "deterministic and speculate"
         )
-    if config.tp > 1:
-        return "drafts of several ranks are not served yet; leave out tp"
+    if config.num_ranks > 1:
+        return "drafts of several ranks are not served yet; leave out tp and pp"
     if captured:
         return None
     if spec.implementation != NATIVE:

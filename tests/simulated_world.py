@@ -278,9 +278,10 @@ class World(Listener):
             rng = random.Random(self.seed)
             weights = tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(rng.randint(1, 4)))
             case = replace(case, weights=weights)
-        stages = random.Random(f"stages {self.seed}").choice([1, 1, 2, 3, 4])
+        pipelines = random.Random(f"stages {self.seed}")  # what else a seed brings stays as it was
+        stages = pipelines.choice([1, 1, 2, 3, 4])
         if stages > 1 and not case.num_drafts:
-            in_flight = self.rng.choice([1, stages, stages + 1, stages + 1])
+            in_flight = pipelines.choice([1, stages, stages + 1, stages + 1])
             case = replace(case, stages=stages, max_in_flight=in_flight)
         return case
 
@@ -612,7 +613,7 @@ class World(Listener):
             max_tokens=max_tokens,
             stop_token_ids=rng.choice([frozenset(), frozenset({7}), frozenset({7, 13, 60})]),
             logprobs=rng.choice([None, 1]),
-            prompt_logprobs=0 if not beams and rng.random() < 0.1 else None,
+            prompt_logprobs=self._prompt_logprobs() if not beams else None,
             beam_width=width,
             n=rng.randint(1, width) if beams else 1,
             length_penalty=rng.choice([0.0, 1.0, 2.0, -0.5]),
@@ -627,6 +628,10 @@ class World(Listener):
             cache_salt=salt,
             tenant=self._tenant(),
         )
+
+    def _prompt_logprobs(self) -> int | None:
+        """Pipelines have none."""
+        return 0 if self.rng.random() < 0.1 and self.case.stages == 1 else None
 
     def _asking(self) -> int:
         return self.tenants.randrange(len(self.case.weights))

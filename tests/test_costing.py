@@ -74,12 +74,11 @@ def test_without_a_calibration_figures_are_called_assumed(
 
 @pytest.mark.parametrize(("of_kernels", "times"), [("none", 1.0), ("bf16", 7.5), ("amx", 25.0)])
 def test_a_cpu_nobody_measured_is_as_fast_as_its_instructions_allow(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, of_kernels: str, times: float
+    monkeypatch: pytest.MonkeyPatch, of_kernels: str, times: float
 ) -> None:
     """bfloat16 products, of each thread, over those of a core without kernels of ours."""
     monkeypatch.setattr(costing, "level", lambda: of_kernels)
-    resolved = build(EngineConfig(model=str(folder), device="cpu", num_blocks=8)).resolved
-    found = costing.unknown_device("a CPU", replace(resolved, threads=3), 1 << 30)
+    found = costing.unknown_device("a CPU", is_cpu=True, threads=3, memory_bytes=1 << 30)
     assert found.peak_flops["bf16"] == pytest.approx(3 * 40e9 * times)
     assert found.peak_flops["fp32"] <= found.peak_flops["bf16"]
     assert found.bandwidth == costing.CPU_BANDWIDTH

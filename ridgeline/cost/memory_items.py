@@ -64,8 +64,9 @@ def _stage_items(
         count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp, layout.ep)
         for layer, count in counts.items()
     )
-    has_embedding = is_first or (is_last and spec.tie_embeddings)
-    has_head = is_last and not spec.tie_embeddings
+    begins, ends = is_first and spec.has_embedding, is_last and spec.has_head
+    has_embedding = begins or (ends and spec.tie_embeddings)
+    has_head = ends and not spec.tie_embeddings
     scales += of_vocabulary * (has_embedding + has_head)
     amounts = (
         (

@@ -10,8 +10,9 @@ last multiplies by the output matrix. Times are of the devices; the host is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ridgeline.architectures.stages import cut
 from ridgeline.cost.execution_mode import ExecutionModes
 from ridgeline.cost.ops import COLLECTIVES, Op, layer_ops, stage_ops
 from ridgeline.cost.roofline import OpCost, op_cost
@@ -81,7 +82,7 @@ class Pipeline:
             arrived = 0.0
             for stage in range(stages):
                 if (shape, stage) not in times:
-                    times[shape, stage] = self._stage_seconds(shape, stage)
+                    times[shape, stage] = self.stage_seconds(shape, stage)
                 one = Busy(stage, number, max(arrived, free[stage]), *times[shape, stage])
                 busy.append(one)
                 arrived = free[stage] = one.end_s
@@ -93,8 +94,8 @@ class Pipeline:
         ops = layer_ops(setup.spec, index, shape, setup.layout, setup.precision)
         return self._costs(shape, ops)
 
-    def _stage_seconds(self, shape: StepShape, stage: int) -> tuple[float, float]:
-        """Of work, and of messages."""
+    def stage_seconds(self, shape: StepShape, stage: int) -> tuple[float, float]:
+        """Of one stage: of work, and of messages."""
         setup = self.setup
         ops = stage_ops(setup.spec, shape, setup.layout, setup.precision, stage)
         costs = self._costs(shape, ops)
@@ -104,6 +105,18 @@ class Pipeline:
     def _costs(self, shape: StepShape, ops: Iterable[Op]) -> tuple[OpCost, ...]:
         mode = self._modes.of(step_features(self._kinds, shape))
         return tuple(op_cost(op, self.setup.device, self.setup.constants, mode) for op in ops)
+
+
+USUAL_STEP: StepShape = ((1, 1024),) * 32  # stages are made equal in it
+
+
+def cut_by_price(setup: Setup, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage, so that the slowest is as fast as may be. ConfigError where there
+    are no such stages."""
+    spec = setup.spec
+    each = Pipeline(replace(setup, layout=replace(setup.layout, pp=spec.num_layers)))
+    times = [each.stage_seconds(USUAL_STEP, index)[0] for index in range(spec.num_layers)]
+    return cut(spec, num_stages, lambda layers: sum(times[layers.start : layers.stop]))
 
 
 def micro_batches(shape: StepShape, count: int) -> list[StepShape]:

@@ -8,6 +8,7 @@ whoever can connect to them, so the address has to be on loopback or in a privat
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,7 @@ class Gloo(Collective):
             options = gloo._Options()
             options._timeout = wait
             options._threads = 1
-            options._devices = [gloo.create_device(hostname=_own_host(host, int(port)))]
+            options._devices = [gloo.create_device(hostname=own_host(address))]
             self._group = gloo(store, rank, size, options)
         except (RuntimeError, OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]
@@ -79,6 +80,16 @@ class Gloo(Collective):
     def send(self, x: torch.Tensor, to: int) -> None:
         self._group.send([x.contiguous()], to, 0).wait()
 
+    def post(self, x: torch.Tensor, to: int) -> Callable[[], None]:
+        kept = x.contiguous()
+        work = self._group.send([kept], to, 0)
+
+        def wait() -> None:
+            work.wait()
+            kept.numel()  # which had to live until now
+
+        return wait
+
     def recv(self, into: torch.Tensor, source: int) -> None:
         self._group.recv([into], source, 0).wait()
 
@@ -86,8 +97,9 @@ class Gloo(Collective):
         self._group.shutdown()
 
 
-def _own_host(host: str, port: int) -> str:
-    """This machine's address on the way to that one."""
+def own_host(address: str) -> str:
+    """This machine's on the way to that address (host:port)."""
+    host, _, port = address.rpartition(":")
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(where)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ridgeline.architectures.shares import Shard as Shard
 from ridgeline.architectures.shares import fitting, kv_shard, query_shard, shard
 from ridgeline.errors import ConfigError, check
+
+if TYPE_CHECKING:
+    from ridgeline.distributed.pipeline import Pipeline
 
 
 class Collective(ABC):
@@ -34,6 +39,12 @@ class Collective(ABC):
         """To one rank, which calls `recv`; `x` may be written to when this returns."""
         check(False, "these ranks only talk all together", collective=type(self).__name__, to=to)
 
+    def post(self, x: torch.Tensor, to: int) -> Callable[[], None]:
+        """`send` that does not wait: `x` must stay as it is until what is returned has been called,
+        which waits until it has gone."""
+        self.send(x, to)
+        return lambda: None
+
     def recv(self, into: torch.Tensor, source: int) -> None:
         """What rank `source` sends, of the same shape and dtype."""
         check(False, "these ranks only talk all together", collective=type(self).__name__)
@@ -55,12 +66,14 @@ class Partial(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`ep` groups of the ranks divide the experts of a layer; those within a group divide each."""
+    """`ep` groups of the ranks divide the experts of a layer; those within a group divide each.
+    With a `pipeline` all of them are one of its stages."""
 
     rank: int = 0
     size: int = 1
     collective: Collective | None = None
     ep: int = 1
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         check(0 <= self.rank < self.size, "rank lies inside size", rank=self.rank, size=self.size)

@@ -12,6 +12,7 @@ import torch
 
 from ridgeline.distributed.links import Ranks
 from ridgeline.distributed.messages import Score, step_message
+from ridgeline.errors import EngineFault
 from ridgeline.executor.future import Failed
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
@@ -48,8 +49,12 @@ class GroupFuture:
         return self._inner.is_over() if isinstance(self._inner, KnowsEnd) else False
 
     def result(self) -> StepResult:
-        with self._ranks.waiting():
-            return self._inner.result()
+        try:
+            with self._ranks.waiting():
+                return self._inner.result()
+        except EngineFault as fault:
+            self._ranks.raise_lost(str(fault))
+            raise
 
 
 class GroupScorer:

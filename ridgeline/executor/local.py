@@ -211,18 +211,19 @@ class LocalExecutor:
             prompt = prompt_logprobs(
                 step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
             )
-        if sampling is None:
-            self._take_states()
-            return self._pending(plan, [], None, prompt)
-        places = sampling.places_R
-        hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
-        answer = self._sample(sampling, self._decoder.logits(hidden_RE))
-        self._take_states()
-        return self._pending(plan, sampling.kept.request_ids, answer, prompt)
-
-    def _take_states(self) -> None:
+        names: list[str] = []
+        answer = None
+        if sampling is not None:
+            names, answer = sampling.kept.request_ids, self._answer(sampling, hidden_TE)
         if self._drafter is not None:
             self._drafter.take_states()
+        return self._pending(plan, names, answer, prompt)
+
+    def _answer(self, sampling: SamplingStep, hidden_TE: torch.Tensor) -> Answered | None:
+        """The tokens of the rows that are due; None: nobody here will ask for them."""
+        places = sampling.places_R
+        hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
+        return self._sample(sampling, self._decoder.logits(hidden_RE))
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
         """Hidden states of the step's tokens, [T, E], or of those at its logits indices; the next

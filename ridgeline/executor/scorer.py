@@ -52,6 +52,12 @@ class Scorer:
 
     def check(self, token_ids: Sequence[int]) -> None:
         """RequestFault for tokens that cannot be scored."""
+        spec = self._decoder.spec
+        if not (spec.has_embedding and spec.has_head):
+            raise RequestFault(
+                "scores need all layers of the model on one rank; serve it with pp 1",
+                param="prompt",
+            )
         if not token_ids:
             raise RequestFault("there are no tokens to score", param="prompt", code="empty_input")
         if len(token_ids) > self._max_model_len:
@@ -61,7 +67,7 @@ class Scorer:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        size = self._decoder.spec.vocab_size
+        size = spec.vocab_size
         if not 0 <= min(token_ids) <= max(token_ids) < size:
             raise RequestFault(
                 f"token ids must be between 0 and {size - 1}",

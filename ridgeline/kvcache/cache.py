@@ -153,7 +153,10 @@ def bytes_per_block(
     *,
     kv_format: str = "auto",
     ranks: int = 1,
+    groups: Sequence[KVGroup] | None = None,
 ) -> int:
-    """Bytes of one block of the pool, all its stores, on the fullest of so many ranks."""
+    """Bytes of one block of the pool, all its stores, on the fullest of so many ranks. `groups`:
+    of a stage, those of the model."""
     per_token = layer_kv_bytes(_attention_shape(spec, kv_format), dtype_bytes, kv_format, ranks)
-    return max(len(group.layers) for group in kv_groups(spec)) * block_size * per_token
+    num_stores = max(len(group.layers) for group in groups or kv_groups(spec))
+    return num_stores * block_size * per_token

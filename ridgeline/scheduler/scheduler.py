@@ -193,6 +193,11 @@ class Scheduler:
         if request.request_id in self.requests or request.request_id in self.beams:
             raise RequestFault("a request with this id is being served", param="request_id")
         check(request.order == 0, "a request is added once", id=request.request_id)
+        if self.stages > 1 and request.sampling.prompt_logprobs is not None:
+            raise RequestFault(
+                "prompt_logprobs need all layers of the model on one rank; serve it with pp 1",
+                param="prompt_logprobs",
+            )
         self.capacity.check(request)
         search = Search(request) if request.sampling.beam_width > 1 else None
         entering = request if search is None else search.first
