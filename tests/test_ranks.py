@@ -131,7 +131,7 @@ def test_memory_is_that_of_a_rank(one: LLM, two: LLM) -> None:
         ({"join_address": "h:1"}, "launcher join needs join_address"),
         ({"launcher": "join", "join_address": "nowhere"}, "is no address; write HOST:PORT"),
         ({"launcher": "join", "tp": 1, "join_address": "h:1"}, "give tp 2 or more"),
-        ({"device": "cuda:1"}, "device cuda:1 is one GPU and tp is 2; use device cuda"),
+        ({"device": "cuda:1"}, "device cuda:1 is one GPU and tp 2 is more; use device cuda"),
         ({"collective": "smoke"}, "unknown collective 'smoke'; use auto or one of gloo, shared"),
         ({"tp": 0}, "tp"),
         ({"implementation": "transformers"}, "tp 2 needs native layers"),
