@@ -101,7 +101,7 @@ def test_help_is_short_and_help_all_is_whole(
 def test_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     whole = " ".join(exit_of(["serve", "--help-all"], capsys)[1].split())
     assert "--max-in-flight {1,2}" in whole
-    assert "auto, plain, stored, fp8," in whole
+    assert "auto, plain, checkpoint, fp8," in whole
     assert "auto, reference, sdpa, triton," in whole
 
 
