@@ -229,6 +229,7 @@ def _scheduler(header: EngineHeader) -> tuple[_TapedScheduler, list[Listener]]:
         starvation_limit=header.starvation_limit,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,
+        stages=header.stages,
     )
     return scheduler, listeners
 

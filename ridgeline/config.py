@@ -233,7 +233,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count,
         says(
             "stages of a pipeline, each with some layers of the model; each stage has tp ranks",
-            is_common=True,
         ),
     ] = 1
     launcher: Annotated[

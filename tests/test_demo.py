@@ -82,7 +82,7 @@ def test_no_model_is_the_chat_model(tiny: Path, capsys: pytest.CaptureFixture[st
 
 
 # About a machine, a shell, a run; pull has no default.
-WITHOUT_MODEL = {"calibrate", "completion", "explain", "lab", "pull", "worker"}
+WITHOUT_MODEL = {"calibrate", "completion", "explain", "lab", "pull", "route", "worker"}
 NEEDED = {
     "plan": ["--input", "1", "--output", "1", "--ttft", "1s", "--tpot", "1s"],
     "quantize": ["-o", "small"],

@@ -40,6 +40,7 @@ class EngineHeader:
     starvation_limit: int
     max_preemptions: int
     max_num_mixed_tokens: int | None = None
+    stages: AtLeastOne = 1  # of its pipeline
     computes_in_submit: bool = False  # the executor is done with a step when it has taken it
     threads: int = 0  # that compute, of a CPU; 0: not known
     model: str = ""
@@ -62,6 +63,7 @@ def header_of(scheduler: Scheduler, **others: Any) -> EngineHeader:
         starvation_limit=scheduler.waiting.starvation_limit,
         max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
+        stages=scheduler.stages,
         **{name: value for name, value in others.items() if value is not None},
     )
 

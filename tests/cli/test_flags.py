@@ -40,6 +40,11 @@ ENGINE_ARGV = {
     "kv_cache_dtype": "auto",
     "pack_cache": "off",
     "threads": "2",
+    "tp": "2",
+    "pp": "3",
+    "launcher": "join",
+    "join_address": "127.0.0.1:7000",
+    "collective": "gloo",
     "calibration": "constants.json",
     "event_log": "events.jsonl",
 }

@@ -236,7 +236,7 @@ def test_a_batch_that_does_not_fit_says_how_many_do(big: Path, cli: Cli) -> None
     ("argv", "said"),
     [
         (("--device", "h100"), "did you mean"),
-        (("--device", "h100-sxm", "--tp", 3), "attention heads"),
+        (("--device", "h100-sxm", "--tp", 99), "attention heads"),
         (("--device", "h100-sxm", "--batch", 0), "at least 1"),
         (("--device", "h100-sxm", "--input", 600), "context of 512"),
         (("--device", "h100-sxm", "--max-num-batched-tokens", 0), "at least 1"),

@@ -312,7 +312,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, cli: Cli) -> None:
         (("--rate", "nan"), "'nan' is no number above 0"),
         (("--rate", 1, "--requests", 0), "--requests: '0' is no whole number"),
         (("--rate", 1, "--replicas", 0), "--replicas: '0' is no whole number"),
-        (("--rate", 1, "--tp", 3), "tp is 3"),
+        (("--rate", 1, "--tp", 99), "tp is 99"),
         (("--rate", 1, "--input", 200_000), "every request is longer than 131072"),
         (("--rate", 1, "--draft", "demo:draft"), "--draft needs --speculate"),
         (("--rate", 1, "--policy", "slo", "--ttft", 5), "needs what is promised"),

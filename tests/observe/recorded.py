@@ -91,6 +91,7 @@ def play(log: EventLog, policy: Policy) -> tuple[list[str], list[str], list[Requ
         num_drafts=header.num_drafts,
         starvation_limit=header.starvation_limit,
         max_preemptions=header.max_preemptions,
+        stages=header.stages,
     )
     answers = deque(event for event in log.events if isinstance(event, Collected))
     executor = Played(header.num_blocks, header.block_size, answers)

@@ -43,7 +43,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_every_route_but_the_probes_wants_a_key(server: Running, routes: list[Route]) -> None:
-    assert len(routes) == 12
+    assert len(routes) == 13
     paths = [route.path.replace("{name:path}", "fake") for route in routes]
     unknown = [
         "/lab/",
