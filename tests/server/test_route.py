@@ -315,7 +315,7 @@ def test_open_answers_are_finished_and_what_is_left_at_the_end_is_told() -> None
             routed.service.drain()
             go_on.set()
             assert b"".join(pieces[0]) == b"data: [DONE]\n\n"
-            assert routed.service.num_open == 1
+            until(lambda: routed.service.num_open == 1, "only the second to be open")
             routed.loop.call_soon_threadsafe(routed.service.fail_all, "shutting_down", "")
             assert b"shutting_down" in b"".join(pieces[1])
         until(lambda: not routed.service.num_open, "nothing to be open")
