@@ -308,13 +308,15 @@ def build(
     asked for, whose vocabulary must be the same."""
     startup = startup or StartUp()
     check_settings(config)
-    ranks = start_ranks(config) if config.num_ranks > 1 else None
+    opened = open_model(config, progress, startup, reads_text=reads_text)
+    if config.num_ranks == 1:
+        return _driver(opened, None, progress, clock or WallClock(), startup)
+    _decided(opened, None)  # what cannot be had starts no process
+    ranks = start_ranks(config)
     try:
-        opened = open_model(config, progress, startup, reads_text=reads_text)
         return _driver(opened, ranks, progress, clock or WallClock(), startup)
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
         raise
 
 
@@ -329,7 +331,6 @@ def _driver(
     config, side, device = opened.config, opened.side, opened.device
     least = None
     if ranks is not None:
-        _decided(opened, None)  # what cannot be had here needs no rank to say so
         with startup.phase("ranks"):
             least = open_ranks(ranks, config, device, opened.digest(), str(side.folder.path))
     with startup.phase("decisions"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.config import EngineConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.group import GroupExecutor
@@ -123,6 +124,10 @@ def test_memory_is_that_of_a_rank(one: LLM, two: LLM) -> None:
     assert (said["launcher"], said["collective"]) == ("local", "shared")
 
 
+def _nobody_starts_one(config: EngineConfig) -> NoReturn:
+    raise AssertionError("a rank was started for what is refused")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -134,9 +139,13 @@ def test_memory_is_that_of_a_rank(one: LLM, two: LLM) -> None:
         ({"device": "cuda:1"}, "device cuda:1 is one GPU and tp 2 is more; use device cuda"),
         ({"collective": "smoke"}, "unknown collective 'smoke'; use auto or one of gloo, shared"),
         ({"tp": 0}, "tp"),
+        ({"tp": 99}, "cannot be divided among 99 ranks"),
         ({"implementation": "transformers"}, "tp 2 needs native layers"),
     ],
 )
-def test_what_ranks_cannot_have(options: dict[str, Any], words: str) -> None:
+def test_what_ranks_cannot_have(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeline.build.start_ranks", _nobody_starts_one)
     with pytest.raises(ConfigError, match=words):
         LLM(**{**OPTIONS, "tp": 2, **options})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,7 +57,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Drained:
+class Drained(ABC):
     """What takes requests until it is told to end, and then finishes those that it has."""
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
@@ -65,17 +66,17 @@ class Drained:
         self.draining = False
 
     @property
+    @abstractmethod
     def num_open(self) -> int:
         """Requests that are being read, answered or waiting."""
-        raise NotImplementedError
 
     def drain(self) -> None:
         """Nothing new is taken from now on."""
         self.draining = True
 
+    @abstractmethod
     def fail_all(self, code: str, message: str) -> None:
         """What is open ends with this error."""
-        raise NotImplementedError
 
     def refuse_if_draining(self) -> None:
         """Raises ApiError shutting_down."""
