@@ -7,6 +7,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,18 @@ class Ranks:
         except EOFError:
             return False, "a rank is gone"
         return found
+
+
+def children_of(pid: int) -> set[int]:
+    """Of all threads of a process. One that ends meanwhile hands its own to another, which may have
+    been looked at already: then all are looked at again."""
+    while True:
+        try:
+            tasks = Path(f"/proc/{pid}/task").iterdir()
+            return {int(n) for task in tasks for n in (task / "children").read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):
+            if not Path(f"/proc/{pid}").exists():
+                return set()
 
 
 def _serve(link: Connection, rank: int, addresses: dict[int, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -13,19 +14,17 @@ import pytest
 from ridgeline import LLM, SamplingParams, build_ranks
 from ridgeline.distributed import launch_local, links
 from ridgeline.errors import EngineLost, RidgelineError
+from tests.distributed.processes import children_of
 from tests.tiny_model import make_tiny_model
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "speculate": "off", "tp": 2}
 PATIENCE_S = 60.0  # on a busy machine
 
 
-def children() -> set[str]:
+def children() -> set[int]:
     """Processes of ours that are ranks."""
-    found = set()
-    for thread in Path("/proc/self/task").iterdir():
-        found |= set((thread / "children").read_text().split())
     ranks = set()
-    for pid in found:
+    for pid in children_of(os.getpid()):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:

@@ -17,6 +17,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.links import SECRET_VARIABLE
 from ridgeline.server import Limits, ServeConfig
+from tests.distributed.processes import children_of
 from tests.server.running import PATIENCE_S, ROOT, Running, running, until
 from tests.tiny_model import make_tiny_model
 
@@ -43,11 +44,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def ranks_of(server: Running) -> list[int]:
-    engine = server.engine_pid
-    found = set()
-    for thread in Path(f"/proc/{engine}/task").iterdir():
-        found |= set((thread / "children").read_text().split())
-    return sorted(map(int, found))
+    return sorted(children_of(server.engine_pid))
 
 
 def lives(pid: int) -> bool:
