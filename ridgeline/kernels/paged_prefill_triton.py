@@ -246,16 +246,16 @@ def _prefill_kernel(
     total_R = tl.zeros((BLOCK_M,), tl.float32)
     sum_RD = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     stop = whole_begin
-    for part in tl.static_range(3):  # the tiles in the middle are seen whole, by all rows
-        if part > 0 or WINDOW > 0:
+    for third in tl.static_range(3):  # the tiles in the middle are seen whole, by all rows
+        if third > 0 or WINDOW > 0:
             best_R, total_R, sum_RD, low_R = _walk(
                 begin, stop, q_RD, best_R, total_R, sum_RD, low_R, all_R, k, v, k_scales, v_scales,
                 k_lows, v_lows, table, position_R, low, high, scale_log2, kv_block, kv_slot,
-                scale_block, scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, part != 1,
-                part != 1 and (WINDOW > 0 or PARTS), STAGES, PRECISION,
+                scale_block, scale_slot, HEAD_DIM, BLOCK_SIZE, BLOCK_N, CODES, WINDOW, third != 1,
+                third != 1 and (WINDOW > 0 or PARTS), STAGES, PRECISION,
             )  # fmt: skip
         begin = stop
-        stop = whole_end if part == 0 else end
+        stop = whole_end if third == 0 else end
     if CODES == 4:
         sum_RD += low_R[:, None]
     finished = True

@@ -8,6 +8,7 @@ its own a stand-in for the driver names the device, and each launch ends once it
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -34,6 +35,35 @@ def test_kernels_compile() -> None:
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     compiled = set(ran.stdout.split())
     assert compiled >= EXPECTED, EXPECTED - compiled
+
+
+def test_a_loop_that_is_unrolled_keeps_its_name() -> None:
+    """Triton 3.6 refuses, and 3.9 takes, a branch that binds the name of such a loop anew: the name
+    is a constant before the branch and a number of the device in it."""
+    for path in sorted((ROOT / "ridgeline/kernels").glob("*.py")):
+        for kernel in ast.walk(ast.parse(path.read_text())):
+            if isinstance(kernel, ast.FunctionDef):
+                assert not bound_twice(kernel), f"{path.name}: {kernel.name}"
+
+
+def test_names_bound_twice_are_found() -> None:
+    source = "def f():\n  for i in tl.static_range(3):\n    j = i\n  if n:\n    i, k = load(p), 1"
+    assert bound_twice(ast.parse(source).body[0]) == {"i"}
+
+
+def bound_twice(kernel: ast.AST) -> set[str]:
+    """Names of unrolled loops of a kernel that something else binds too."""
+    loops = {
+        node.target
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("tl.static_range")
+    }
+    stored = {
+        node.id
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in loops
+    }
+    return stored & {ast.unparse(name) for name in loops}
 
 
 EXPECTED = {
