@@ -42,6 +42,8 @@ def check_ranks(config: EngineConfig) -> None:
     joins, address = config.launcher == "join", config.join_address
     shape = f"tp {config.tp}" if config.pp == 1 else f"tp {config.tp} and pp {config.pp}"
     is_group = config.num_ranks > 1
+    if config.tp % config.ep:
+        raise ConfigError(f"ep is {config.ep}; it must divide tp ({config.tp})")
     if joins and not is_group:
         raise ConfigError("launcher join waits for other ranks; give tp 2 or more, or leave it out")
     if joins != (address is not None):

@@ -513,7 +513,7 @@ def _served(
     """All but the checkpoint that decides what the decoder's layers keep."""
     more = [str(min_token_ids)] if min_token_ids > spec.vocab_size else []
     if placement.size > 1:
-        more.append(f"rank {placement.rank} of {placement.size}")
+        more.append(f"rank {placement.rank} of {placement.size}, ep {placement.ep}")
     return (__version__, resolved.dtype, resolved.weight_format, repr(spec), *more)
 
 

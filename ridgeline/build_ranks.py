@@ -151,7 +151,7 @@ def rank_placement(
         found = open_collective(
             resolved.collective, rank, width, address, listener=listener, timeout_s=COLLECTIVE_S
         )
-        return Placement(rank, width, follow(found))
+        return Placement(rank, width, follow(found), resolved.ep)
     every = open_collective(
         PIPELINE, rank, stages * width, address, listener=listener, timeout_s=COLLECTIVE_S
     )
@@ -165,7 +165,7 @@ def rank_placement(
     found = open_collective(
         resolved.collective, pipeline.place, width, where, listener=own, timeout_s=COLLECTIVE_S
     )
-    return Placement(pipeline.place, width, follow(found), pipeline=pipeline)
+    return Placement(pipeline.place, width, follow(found), resolved.ep, pipeline)
 
 
 def _addresses(every: Collective, own: socket.socket | None) -> list[str]:

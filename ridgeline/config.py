@@ -235,6 +235,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "stages of a pipeline, each with some layers of the model; each stage has tp ranks",
         ),
     ] = 1
+    ep: Annotated[
+        Count,
+        says(
+            "groups of the tp ranks that divide the experts of a layer, each expert whole in one; "
+            "1: each expert is divided like any other matrix",
+        ),
+    ] = 1
     launcher: Annotated[
         str,
         says(
@@ -323,6 +330,7 @@ class ResolvedConfig:
     kv_cache_dtype: str
     threads: int  # of each rank
     tp: int = 1
+    ep: int = 1
     stages: tuple[tuple[int, int], ...] = ()  # of a pipeline: its first layer, and the one behind
     collective: str = ""
     decisions: tuple[Decision, ...] = ()

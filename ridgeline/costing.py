@@ -63,7 +63,7 @@ def engine_pricer(
         Setup(
             spec,
             figures,
-            Layout(tp=resolved.tp, pp=max(1, len(resolved.stages))),
+            Layout(tp=resolved.tp, pp=max(1, len(resolved.stages)), ep=resolved.ep),
             precision=precision,
             calibration=replace(constants, host=host),
         )

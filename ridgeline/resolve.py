@@ -201,7 +201,6 @@ def _resolve(
         decisions,
     )
     chosen = replace(chosen, max_model_len=max_model_len)
-    threads = _threads(config, chosen.kind, chosen.weights, decisions)
     resolved = ResolvedConfig(
         model_path=model_path,
         model_name=model_name,
@@ -232,8 +231,9 @@ def _resolve(
         attention_backend=config.attention_backend,
         weight_format=chosen.weight_format,
         kv_cache_dtype=config.kv_cache_dtype,
-        threads=threads,
+        threads=_threads(config, chosen.kind, chosen.weights, decisions),
         tp=config.tp,
+        ep=config.ep,
         stages=chosen.stages,
         collective=chosen.collective,
         decisions=tuple(decisions.made),
@@ -325,9 +325,7 @@ def _choose(
         dtype=dtype,
         load_format=load_format,
         weight_format=weight_format,
-        weights=max(
-            _weights(one, dtype, weight_format, config.tp) for one, _ in _stages(spec, stages)
-        ),
+        weights=_weights(config, spec, dtype, weight_format, stages),
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -358,7 +356,9 @@ def _cut(
     weight_format: str,
     decisions: _Decisions,
 ) -> tuple[tuple[int, int], ...]:
-    """Stages of which the slowest is fastest in a usual step; none without a pipeline."""
+    """Stages of which the slowest is fastest in a usual step; none without a pipeline. ConfigError
+    for more ranks than there is something to divide among."""
+    Layout(tp=config.tp, ep=config.ep).check(spec)
     if config.pp == 1:
         return ()
     if kind != "cpu":
@@ -367,19 +367,28 @@ def _cut(
         raise ConfigError(f"pp is {config.pp}; the model has only {spec.num_layers} layers")
     figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=0)
     precision = Precision(dtype, weight_format, config.kv_cache_dtype)
-    setup = Setup(spec, figures, Layout(tp=config.tp), precision)
+    setup = Setup(spec, figures, Layout(tp=config.tp, ep=config.ep), precision)
     found = tuple((one.start, one.stop) for one in cut_by_price(setup, config.pp))
     shown = ", ".join(f"{first}-{behind - 1}" for first, behind in found)
     decisions.note("pp", config.pp, config.pp, f"layers {shown}: the slowest stage is fastest so")
     return found
 
 
-def _weights(spec: ModelSpec, dtype: str, weight_format: str, ranks: int) -> int:
+def _weights(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    weight_format: str,
+    stages: Sequence[tuple[int, int]],
+) -> int:
     """Bytes on the fullest rank."""
-    if ranks == 1:
-        return weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
-    items = weight_items(spec, Layout(tp=ranks), Precision(dtype, weight_format))
-    return sum(item.bytes for item in items)
+    layout = Layout(tp=config.tp, ep=config.ep)
+    if layout.tp == 1:
+        every = _stages(spec, stages)
+        return max(weight_bytes(one, DTYPE_BYTES[dtype], weight_format) for one, _ in every)
+    precision = Precision(dtype, weight_format)
+    items = (weight_items(one, layout, precision) for one, _ in _stages(spec, stages))
+    return max(sum(item.bytes for item in of_stage) for of_stage in items)
 
 
 def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
@@ -390,6 +399,8 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
     where = "started on this machine" if local else f"that come to {config.join_address}"
     if config.tp > 1:
         decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
+    if config.ep > 1:
+        decisions.note("ep", config.ep, config.ep, "each expert is whole in one group of ranks")
     if config.launcher == "auto":
         decisions.note("launcher", "auto", "local", "nothing says that ranks are elsewhere")
     if config.collective != "auto":

@@ -1,0 +1,98 @@
+"""Do ranks that divide the experts of a model say what one process says? In real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.errors import ConfigError
+from tests.layers.reference_models import ReferenceModel
+from tests.layers.test_agreement import CONFIGS
+from tests.test_families import CHOSEN, PROMPTS
+from tests.test_pipeline import LITTLE, check_engine
+from tests.test_ranks import OPTIONS, requests, serve
+from tests.tiny_model import make_tiny_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+WITH_EXPERTS = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "qwen2_moe",
+    "qwen3_moe",
+)  # fmt: skip
+MIXTRAL: dict[str, Any] = {  # of 5 experts one rank has 2 and the other 3
+    "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), **MIXTRAL)
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def want(one: LLM) -> dict[str, list[int]]:
+    return serve(one.engine, requests(one.spec.vocab_size), aborts=False)
+
+
+def test_two_groups_of_experts(folder: Path, one: LLM, want: dict[str, list[int]]) -> None:
+    with LLM(folder, tp=2, ep=2, **LITTLE, **OPTIONS) as llm:
+        check_engine(llm, want)
+        whole = {row.what: row for row in one.memory}["weights"]
+        share = {row.what: row for row in llm.memory}["weights"]
+        assert share.measured is not None
+        assert share.measured <= share.predicted < 0.62 * whole.predicted
+        said = {decision.field: decision.got for decision in llm.resolved.decisions}
+        assert (said["tp"], said["ep"]) == ("2", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{"tp": 4, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
+def test_experts_beside_other_shares(
+    folder: Path, shape: dict[str, Any], want: dict[str, list[int]]
+) -> None:
+    with LLM(folder, **shape, **LITTLE, **OPTIONS) as llm:
+        check_engine(llm, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp": 2, "ep": 3}, r"ep is 3; it must divide tp \(2\)"),
+        ({"ep": 2}, r"ep is 2; it must divide tp \(1\)"),
+        ({"tp": 4, "ep": 4, "num_local_experts": 3}, "ep is 4; 3 experts cannot be divided among"),
+        ({"tp": 2, "ep": 2, "model_type": "llama"}, "ep is 2; this model has no experts to divide"),
+    ],
+)
+def test_what_experts_cannot_have(
+    options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeline.build.start_ranks", lambda config: pytest.fail("a rank started"))
+    shape = {name: options.pop(name) for name in ("tp", "ep") if name in options}
+    make_tiny_model(tmp_path, **{**MIXTRAL, **options})
+    with pytest.raises(ConfigError, match=words):
+        LLM(tmp_path, **OPTIONS, **shape)
+
+
+@pytest.mark.parametrize("family", [family for family in CHOSEN if family in WITH_EXPERTS])
+@pytest.mark.parametrize("shape", [{"tp": 2, "ep": 2}], ids=str)
+@pytest.mark.slow
+def test_every_family(family: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    reference = ReferenceModel(CONFIGS[CHOSEN[family]], seed=3)
+    (tmp_path / "config.json").write_text(json.dumps(reference.config))
+    tensors = {name: tensor.contiguous() for name, tensor in reference.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLM(tmp_path, **shape, **OPTIONS | {"block_size": 4}) as llm:
+        got = llm.generate(PROMPTS, GREEDY, progress=False)
+    want = [reference.greedy(prompt, 24) for prompt in PROMPTS]
+    assert [list(one.token_ids) for one in got] == want
