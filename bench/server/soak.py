@@ -3,12 +3,14 @@
     python -m bench.server.soak MODEL [MODEL ...] --minutes 120 --json out.json
 
 Each MODEL has a server of its own with the default settings, in float32, with one compute thread,
-and callers that never pause. A caller asks for one of some dozens of answers, whole or streamed,
-whose text is known: the server said it alone, at the beginning. One in five leaves in the middle.
-Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time
-of the first half, killed: the last life is then long enough to tell warm-up from growth. A life
-begins with a burst of more sequences than the callers ever have open together. Requests that end
-with an error that says "try again" are counted, anything else is a fault.
+and callers that pause only where an engine begins a new life. A caller asks for one of some dozens
+of answers, whole or streamed, whose text is known: the server said it alone, at the beginning. One
+in five leaves in the middle. Every `--fault-every` seconds the engine process is stopped for five
+seconds, or, each fourth time of the first third, killed: the last life is then long enough to tell
+warm-up from growth. Each life begins alike: every question alone, then a burst of more sequences
+than the callers ever have open together. So what a shape of step needs when it is first met is
+there before memory counts. Requests that end with an error that says "try again" are counted,
+anything else is a fault.
 Memory is read from /proc each second: all that a process has for itself but pages of files, which
 are its own or not as other processes come and go. The slope is that of the straight line through a
 life's values over the requests that had ended, from the warm-up on (`--warm` seconds from its
@@ -100,6 +102,7 @@ class Soak:
         self.url = ""
         self.since = time.monotonic()
         self.process: subprocess.Popen[str] | None = None
+        self.may_call = asyncio.Event()
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
@@ -127,8 +130,7 @@ class Soak:
                 base_url=self.url, timeout=READY_S, trust_env=False, limits=httpx.Limits()
             ) as http:
                 await self._until_ready(http)
-                await self._learn(http)
-                await self._burst(http)
+                await self._begin(http)
                 end = time.monotonic() + 60 * self.args.minutes
                 beside = [
                     asyncio.create_task(self._watch()),
@@ -155,13 +157,21 @@ class Soak:
             await asyncio.sleep(0.05)
         raise SystemExit(f"{self.model}: not ready within {READY_S:g} s")
 
-    async def _learn(self, http: httpx.AsyncClient) -> None:
-        """One answer after the other: what each question is answered with alone."""
-        for _ in range(NUM_QUESTIONS):
-            body = self._question()
-            reply = await http.post("/v1/completions", json=body)
+    async def _begin(self, http: httpx.AsyncClient) -> None:
+        """Of each life of an engine: one answer after the other, then the burst. The first life
+        says what each question is answered with alone, the others must say the same."""
+        self.may_call.clear()
+        for text in list(self.known) or [
+            json.dumps(self._question()) for _ in range(NUM_QUESTIONS)
+        ]:
+            reply = await http.post("/v1/completions", json=json.loads(text))
             reply.raise_for_status()
-            self.known[json.dumps(body)] = _texts(reply.json())
+            if text in self.known:
+                self._judge(text, _texts(reply.json()))
+            else:
+                self.known[text] = _texts(reply.json())
+        await self._burst(http)
+        self.may_call.set()
 
     async def _burst(self, http: httpx.AsyncClient) -> None:
         """More at once, and longer, than the callers ever ask: what the largest step needs is part
@@ -179,6 +189,7 @@ class Soak:
 
     async def _call_until(self, http: httpx.AsyncClient, end: float) -> None:
         while time.monotonic() < end:
+            await self.may_call.wait()
             question = self.rng.choice(list(self.known))
             try:
                 await self._call(http, question)
@@ -227,7 +238,7 @@ class Soak:
             await asyncio.sleep(self.args.fault_every or inf)
             if (pid := self._pids().get("engine")) is None:
                 continue
-            if number % KILL_EACH or time.monotonic() - self.since > 30 * self.args.minutes:
+            if number % KILL_EACH or time.monotonic() - self.since > 21 * self.args.minutes:
                 os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(STOPPED_S)
                 os.kill(pid, signal.SIGCONT)
@@ -236,7 +247,7 @@ class Soak:
                 os.kill(pid, signal.SIGKILL)
                 self.tally.counts["engine killed"] += 1
                 await self._until_ready(http)
-                await self._burst(http)
+                await self._begin(http)
             await self._until_ready(http)
 
     # ------------------------------------------------------------------ memory

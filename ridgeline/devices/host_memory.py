@@ -3,7 +3,8 @@
 The machine has some, control groups (version 2 and 1, each level up to the root) and resource
 limits allow some: the least of these is what there is. What others in the same group or on the same
 machine use is not free. All of it is read from files under `root`, so that a folder can stand for a
-machine.
+machine. Names of files are plain text here: this is read each second, and pathlib interns each part
+of a path that it makes, which fills Python's table of such names over an hour.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    machine = _machine(root)
-    bounds = (machine, *_groups(root), *_resource_limits(root))
+    top = os.fspath(root)
+    machine = _machine(top)
+    bounds = (machine, *_groups(top), *_resource_limits(top))
     tightest = min(bounds, key=lambda bound: bound.free)
     return HostMemory(
         min(bound.limit for bound in bounds),
@@ -68,50 +70,51 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     )
 
 
-def _machine(root: Path) -> Bound:
+def _machine(root: str) -> Bound:
     """MemAvailable of the kernel: free memory and what it would give up for us."""
-    table = _table(root / "proc/meminfo")
+    table = _table(f"{root}/proc/meminfo")
     total = table.get("MemTotal:", 0) << 10 or PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
     available = table.get("MemAvailable:")
     return Bound("machine", total, total if available is None else available << 10)
 
 
-def _groups(root: Path) -> Iterator[Bound]:
+def _groups(root: str) -> Iterator[Bound]:
     """Each limit on the way from our own control group to the root."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = _text(f"{root}/proc/self/cgroup").splitlines()
     except OSError:
         return
     for line in lines:
         number, kinds, path = line.split(":", 2)
         if number == "0":
             for mount in V2:
-                for folder in _upwards(root / mount, path):
+                for folder in _upwards(f"{root}/{mount}", path):
                     yield from _bounds_v2(folder)
         elif "memory" in kinds.split(","):
-            for folder in _upwards(root / V1, path):
+            for folder in _upwards(f"{root}/{V1}", path):
                 yield from _bounds_v1(folder)
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
+def _upwards(mount: str, path: str) -> Iterator[str]:
     """A container may see its own group as the root, whatever the group's path says."""
-    own = mount.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
-    yield from (one for one in (own, *own.parents) if one.is_relative_to(mount) and one.is_dir())
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    folders = ("/".join((mount, *parts[:most])) for most in range(len(parts), -1, -1))
+    yield from (folder for folder in folders if os.path.isdir(folder))
 
 
-def _bounds_v2(folder: Path) -> Iterator[Bound]:
-    used = _number(folder / "memory.current")
+def _bounds_v2(folder: str) -> Iterator[Bound]:
+    used = _number(f"{folder}/memory.current")
     for name in LIMITS_V2:
-        limit = _number(folder / name)
+        limit = _number(f"{folder}/{name}")
         if limit is not None and used is not None:
-            yield _bound(f"cgroup {name}", limit, used, _table(folder / "memory.stat"), CACHE_V2)
+            yield _bound(f"cgroup {name}", limit, used, _table(f"{folder}/memory.stat"), CACHE_V2)
 
 
-def _bounds_v1(folder: Path) -> Iterator[Bound]:
+def _bounds_v1(folder: str) -> Iterator[Bound]:
     """The second of them is the least on the way up, also of groups that a container cannot see."""
-    used, table = _number(folder / "memory.usage_in_bytes"), _table(folder / "memory.stat")
+    used, table = _number(f"{folder}/memory.usage_in_bytes"), _table(f"{folder}/memory.stat")
     limits = {
-        "memory.limit_in_bytes": _number(folder / "memory.limit_in_bytes"),
+        "memory.limit_in_bytes": _number(f"{folder}/memory.limit_in_bytes"),
         "hierarchical_memory_limit": table.get("hierarchical_memory_limit"),
     }
     for name, limit in limits.items():
@@ -126,10 +129,10 @@ def _bound(
     return Bound(name, limit, limit - used + sum(table.get(kind, 0) for kind in cache))
 
 
-def _resource_limits(root: Path) -> Iterator[Bound]:
+def _resource_limits(root: str) -> Iterator[Bound]:
     """Of this process alone: addresses, and memory of its own."""
     try:
-        pages = [int(word) for word in (root / "proc/self/statm").read_text().split()]
+        pages = [int(word) for word in _text(f"{root}/proc/self/statm").split()]
     except (OSError, ValueError):
         return
     for name, kind, used in (
@@ -141,20 +144,25 @@ def _resource_limits(root: Path) -> Iterator[Bound]:
             yield Bound(name, limit, limit - used * PAGE_BYTES)
 
 
-def _table(path: Path) -> dict[str, int]:
+def _table(path: str) -> dict[str, int]:
     """Lines of `name number`, empty when there is no such file."""
     try:
-        lines = path.read_text().splitlines()
+        lines = _text(path).splitlines()
     except OSError:
         return {}
     rows = (line.split() for line in lines)
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     """None where there is no such file, or no limit."""
     try:
-        text = path.read_text().strip()
+        text = _text(path).strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
