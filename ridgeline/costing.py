@@ -4,8 +4,7 @@ the data sheet with assumed efficiencies; the prices say which."""
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from typing import Any
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
-from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue
+from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue, match, slug
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import SHORT, Layout, Precision, Setup
 from ridgeline.devices import Device as OpenDevice
@@ -38,10 +37,6 @@ CORE_FLOPS = {  # of one CPU core, float32 and bfloat16, by the instructions of 
 }
 CPU_BANDWIDTH = 40e9  # what a thread or two read of today's memory
 GPU_FLOPS, GPU_BANDWIDTH = 100e12, 1e12
-
-PRODUCT = re.compile(r"[a-z]\d|\d{4}")  # h100, l4, mi300x, 4090; not a memory size
-HBM_OF_SXM = {"hbm3", "hbm3e"}  # drivers call an SXM part by its memory
-OTHER_PRODUCTS = {"nvl", "laptop", "mobile", "max", "super", "ti"}  # same number, other part
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +161,9 @@ def device_key(device: OpenDevice, name: str, threads: int) -> str:
     """What records of this machine are called: the catalogue's name of a known GPU, else the
     hardware's own name, of a CPU with the number of threads."""
     if device.torch_device.type == "cpu":
-        return f"cpu-{_slug(name)}-{threads}t"
+        return f"cpu-{slug(name)}-{threads}t"
     known = match(name, catalogue().values())
-    return _slug(name) if known is None else known.name
-
-
-def _slug(name: str) -> str:
-    words = re.sub(r"\(.*?\)|[^a-z0-9]+", " ", name.lower()).split()
-    return "-".join(words) or "unknown"
+    return slug(name) if known is None else known.name
 
 
 # ---------------------------------------------------------------------- data sheets
@@ -191,25 +181,6 @@ def device_figures(resolved: ResolvedConfig, device: OpenDevice) -> Device:
         threads=resolved.threads,
         memory_bytes=memory,
     )
-
-
-def match(description: str, devices: Iterable[Device]) -> Device | None:
-    """The GPU of `devices` that a driver's description means: every product word of its name (such
-    as h100 or 4090) is said, and more of its other words than of any other's."""
-    said = set(re.findall(r"[a-z0-9]+", description.lower()))
-    said |= {re.sub(r"\d+$", "", word) for word in said}  # sxm4 is an sxm
-    said |= {re.sub(r"gb$", "", word) for word in said}  # 80gb is 80
-    said |= {"sxm"} if said & HBM_OF_SXM and "pcie" not in said else set()
-    found = [
-        (len(words & said), -len(words - said), device)
-        for device in devices
-        if device.kind == "gpu"
-        and (words := set(device.name.lower().split("-")))
-        and (products := {word for word in words if PRODUCT.search(word)})
-        and products <= said
-        and not said & (OTHER_PRODUCTS - words)
-    ]
-    return max(found, key=lambda row: row[:2])[2] if found else None
 
 
 def unknown_device(description: str, *, is_cpu: bool, threads: int, memory_bytes: int) -> Device:

@@ -13,9 +13,9 @@ from ridgeline import costing
 from ridgeline.build import build
 from ridgeline.config import EngineConfig
 from ridgeline.cost.constants import default_calibration
-from ridgeline.cost.hardware import catalogue, device_to_json, find_device
+from ridgeline.cost.hardware import catalogue, device_to_json, find_device, match
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import device_key, match
+from ridgeline.costing import device_key
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
 from ridgeline.observe.engine_header import read_setup

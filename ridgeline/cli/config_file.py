@@ -13,8 +13,9 @@ from typing import Any
 from ridgeline.cli.parser import Parser
 from ridgeline.errors import ConfigError
 
-FLAG = "--config"
-NOT_IN_FILES = ("--help", "--help-all", FLAG)
+FLAGS = ("--config", "--plan")
+PLANNED = "plan"  # the section of a plan that is no setting
+NOT_IN_FILES = ("--help", "--help-all", *FLAGS)
 NUMBERS: dict[object, str] = {int: "a whole number", float: "a number"}
 
 
@@ -22,13 +23,22 @@ def use_file(parser: Parser, words: Sequence[str]) -> dict[str, object]:
     """Make what the file that `words` name says the defaults of `parser`, and return it by
     destination. ConfigError names the file, the key and what it may be."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument(FLAG)
-    name = finder.parse_known_args(list(words))[0].config
-    if name is None or FLAG not in parser._option_string_actions:
+    for flag in FLAGS:
+        finder.add_argument(flag, dest=flag)
+    named = {flag: name for flag, name in vars(finder.parse_known_args(words)[0]).items() if name}
+    if len(named) > 1:
+        raise ConfigError(f"give {' or '.join(FLAGS)}, not both; what is typed beats either")
+    if not named or not named.keys() <= parser._option_string_actions.keys():
         return {}
+    ((flag, name),) = named.items()
     path = Path(name).expanduser()
+    content = dict(_read(path, flag))
+    if flag == "--plan":
+        parser.planned = content.pop(PLANNED, None)
+        if not isinstance(parser.planned, dict):
+            raise ConfigError(f"{path} is not of ridgeline plan --out; use --config for settings")
     said = {}
-    for key, action, value in _settings(parser, _read(path), path):
+    for key, action, value in _settings(parser, content, path):
         if action.dest in said:
             raise ConfigError(f"{path}: {key} is given twice")
         said[action.dest] = _value(action, value, f"{path}: {key}")
@@ -50,19 +60,19 @@ def keep_typed(args: argparse.Namespace, said: Mapping[str, object], parser: Par
                 parser.sources.pop(flag, None)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path, flag: str) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG} {path} cannot be read: {error}") from None
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
     if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise ConfigError(f"{FLAG} {path}: name a file that ends in .toml, .yaml or .yml")
+        raise ConfigError(f"{flag} {path}: name a file that ends in .toml, .yaml or .yml")
     try:
         found = (
             tomllib.loads(text) if path.suffix == ".toml" else import_module("yaml").safe_load(text)
         )
     except ImportError:
-        raise ConfigError(f"{FLAG} {path}: pip install pyyaml, or write it as TOML") from None
+        raise ConfigError(f"{flag} {path}: pip install pyyaml, or write it as TOML") from None
     except Exception as error:  # whatever kind of its own each parser raises
         why = " ".join(str(error).split())
         raise ConfigError(f"{path} is no {path.suffix[1:].upper()}: {why}") from None

@@ -116,7 +116,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.print_help()
         parser.exit()
     said: dict[str, object] = {}
-    if chosen in by_name and any(word.partition("=")[0] == "--config" for word in words):
+    files = ("--config", "--plan")
+    if chosen in by_name and any(word.partition("=")[0] in files for word in words):
         from ridgeline.cli.config_file import keep_typed, use_file
 
         try:

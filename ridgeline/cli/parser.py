@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self.expert: set[argparse.Action] = set()
         self.sources: dict[str, str] = {}  # flag -> the file that gave it its value
+        self.planned: Any = None  # what a file of `ridgeline plan --out` says of the plan
         self.flag: Flag = partial(option, self)
 
     def flags(self, title: str) -> Flag:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.flags import add_model
@@ -70,6 +72,7 @@ def add_arguments(parser: Parser) -> None:
     )
     means("--budget USD", "for all of it, per hour", above_zero)
     means("--all", "also show what this version cannot serve yet")
+    parser.flag("--out FILE", "write the answer as settings for ridgeline serve --plan", Path)
     parser.flag("--seed", "of the arrivals (default: 0)", int, default=0)
     add_json_flag(parser.flag)
     parser.flag("-q --quiet", "no progress")
@@ -81,10 +84,14 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.cli.machine import describe
     from ridgeline.planner.plan import plan
 
+    if args.out is not None:
+        _check_out(args.out)
     question = make_question(args, describe(args.model))
     with stage(args, f"comparing {len(question.offers)} devices"):
         found = plan(question, lambda: Random(args.seed))
     answer(args, lambda: as_json(found), lambda: shown(found))
+    if args.out is not None and found.winner is not None:
+        args.out.write_text(as_settings(question, found.winner), encoding="utf-8")
     return 0 if found.winner is not None else EXIT_NOTHING
 
 
@@ -165,6 +172,43 @@ def _device(name: str) -> tuple[Device, Calibration | None]:
     device, record = open_device(name)
     is_known = record is not None or name == THIS or name.endswith(".json")
     return device, record if is_known else find_calibration(device.name)
+
+
+# ---------------------------------------------------------------------- for `serve --plan`
+
+
+def _check_out(path: Path) -> None:
+    from ridgeline.asked import check_writable
+
+    if path.suffix != ".toml":
+        raise ConfigError(f"--out {path}: name a file that ends in .toml")
+    check_writable("--out", path)
+
+
+def as_settings(question: Question, found: Deployment) -> str:
+    """The flags of the first machine's server as TOML, and what they are for."""
+    from ridgeline.planner.plan import count_text, settings
+
+    machines, device = settings(question, found), found.estimate.hardware.device
+    about = {
+        "device": device.name,
+        "kind": device.kind,
+        "num_devices": found.num_devices,
+        "num_machines": len(machines),
+        **({} if device.threads is None else {"threads": device.threads}),
+        "rate": float(question.rate),
+        "num_input": question.num_input,
+        "num_output": question.num_output,
+        "ttft_ms": question.ttft_s * 1e3,
+        "tpot_ms": question.tpot_s * 1e3,
+    }
+    lines = [f"# {count_text(found)}: ridgeline serve --plan FILE"]
+    if len(machines) > 1:
+        lines.append(f"# One of {len(machines)} machines; ridgeline route spreads requests.")
+    # JSON's texts and numbers are TOML's.
+    lines += [f"{k} = {json.dumps(v)}" for k, v in {"model": question.model, **machines[0]}.items()]
+    lines += ["", "[plan]", *(f"{k} = {json.dumps(v)}" for k, v in about.items())]
+    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------------- for programs
@@ -272,9 +316,9 @@ def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
     for command in typed[:MANY_COMMANDS]:
         yield unbroken(f"  {command}", "bold")
     if len(typed) > MANY_COMMANDS:
-        yield f"  ... and {len(typed) - MANY_COMMANDS} more like these, on further devices"
+        yield f"  ... and {len(typed) - MANY_COMMANDS} more like these, on further machines"
     if len(typed) > 1:
-        yield "  (one process a device; spread the requests over their ports)"
+        yield "  (one on each machine; `ridgeline route` spreads the requests over them)"
     yield _figures(plan)
     why = (Column("what", "what"), Column("choice", "choice"), Column("why", "because"))
     yield table(reasons(plan), why)

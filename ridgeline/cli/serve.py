@@ -23,6 +23,7 @@ examples:
   ridgeline serve path/to/model --speculate ngram       for answers that repeat their prompts
   ridgeline serve user/model@revision --port 9000 --served-model-name my-model
   ridgeline serve --config serve.toml --port 9000       the file, but for the port
+  ridgeline serve --plan plan.toml                      what ridgeline plan --out has written
   ridgeline serve path/to/model --host 192.0.2.7 --api-key-file keys.txt
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
     -d '{"model": "my-model", "prompt": "Once upon a time", "max_tokens": 50}'
@@ -47,6 +48,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="FILE",
         help="TOML or YAML with flags as keys, such as port = 8000, those of limits perhaps under "
         "[limits]; what is typed beats it",
+    )
+    where.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="start what ridgeline plan --out has written, replicas and router included; what is "
+        "typed beats it",
     )
     add_fields(parser, where, SERVER, "server_")
     add_engine_flags(parser)
@@ -73,9 +80,13 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
 def run(args: argparse.Namespace) -> int:
     config = serve_config(args)
     log.set_up(config.log_level, config.log_format, access_log=config.access_log)
-    if args.config is not None:
+    if (file := args.config or args.plan) is not None:
         words = (f"{flag[2:]}={value}" for flag, value in args.parser.settings(args))
-        log.say(logger, logging.INFO, "settings", file=args.config, taken="; ".join(words))
+        log.say(logger, logging.INFO, "settings", file=file, taken="; ".join(words))
+    if args.plan is not None:
+        from ridgeline.cli.planned import check_machine
+
+        check_machine(args.parser.planned, config, args.plan)
     if config.replicas > 1:
         from ridgeline.server.replicas import serve_replicas as serve
     else:

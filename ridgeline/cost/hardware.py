@@ -8,6 +8,7 @@ direction and device, memory is what is usable, 1 GB is 1e9 bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -33,6 +34,9 @@ FALLBACK = {
     "fp16": "bf16",
     "bf16": "fp32",
 }
+PRODUCT = re.compile(r"[a-z]\d|\d{4}")  # h100, l4, mi300x, 4090; not a memory size
+HBM_OF_SXM = {"hbm3", "hbm3e"}  # drivers call an SXM part by its memory
+OTHER_PRODUCTS = {"nvl", "laptop", "mobile", "max", "super", "ti"}  # same number, other part
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,12 @@ class Device:
         is_hopper = self.name.startswith(HOPPER)
         return (self.kind, "hopper") if is_hopper else (self.kind,)
 
+    @property
+    def threads(self) -> int | None:
+        """Of a CPU that was measured with so many; None: nobody says."""
+        digits = self.name.rpartition("-")[2].removesuffix("t")
+        return int(digits) if self.kind == "cpu" and self.measured and digits.isdigit() else None
+
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of matrix products in `dtype`, or in what it is converted to here."""
         name: str | None = dtype
@@ -186,6 +196,31 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {', '.join(close)}?"
     return f"choose one of {', '.join(names)}"
+
+
+def match(description: str, devices: Iterable[Device]) -> Device | None:
+    """The GPU of `devices` that a driver's description means: every product word of its name (such
+    as h100 or 4090) is said, and more of its other words than of any other's."""
+    said = set(re.findall(r"[a-z0-9]+", description.lower()))
+    said |= {re.sub(r"\d+$", "", word) for word in said}  # sxm4 is an sxm
+    said |= {re.sub(r"gb$", "", word) for word in said}  # 80gb is 80
+    said |= {"sxm"} if said & HBM_OF_SXM and "pcie" not in said else set()
+    found = [
+        (len(words & said), -len(words - said), device)
+        for device in devices
+        if device.kind == "gpu"
+        and (words := set(device.name.lower().split("-")))
+        and (products := {word for word in words if PRODUCT.search(word)})
+        and products <= said
+        and not said & (OTHER_PRODUCTS - words)
+    ]
+    return max(found, key=lambda row: row[:2])[2] if found else None
+
+
+def slug(name: str) -> str:
+    """A description as the name of a record."""
+    words = re.sub(r"\(.*?\)|[^a-z0-9]+", " ", name.lower()).split()
+    return "-".join(words) or "unknown"
 
 
 def load_device_file(path: Path) -> Device:

@@ -216,9 +216,6 @@ def _over_budget(question: Question, served: Sequence[Estimate]) -> str:
     return said + (f", which carries {number(reach)} requests/s" if reach else "")
 
 
-PORT = 8000
-
-
 @dataclass(frozen=True, slots=True)
 class Reason:
     """`what` was chosen to be `choice`, `because`."""
@@ -229,30 +226,39 @@ class Reason:
 
 
 def commands(question: Question, deployment: Deployment) -> tuple[str, ...]:
-    """One `ridgeline serve` for each replica, each on a device and a port of its own; devices are
-    counted anew on each node."""
-    link = deployment.estimate.hardware.device.link
-    node = NODE if link is None else max(1, link.max_devices)
-    count = deployment.replicas
+    """One `ridgeline serve` for each machine."""
     return tuple(
-        _command(question, deployment.estimate, i % node, is_alone=count == 1) for i in range(count)
+        shlex.join(
+            ["ridgeline", "serve", question.model]
+            + [word for name, value in found.items() for word in (f"--{name}", str(value))]
+        )
+        for found in settings(question, deployment)
     )
 
 
-def _command(question: Question, estimate: Estimate, place: int, *, is_alone: bool) -> str:
-    hardware, candidate = estimate.hardware, estimate.candidate
+def settings(question: Question, deployment: Deployment) -> list[dict[str, str | int]]:
+    """The flags of each machine's server, which has as many replicas as there are devices for. One
+    that needs several machines waits for the ranks of the others, at an address to fill in."""
+    estimate = deployment.estimate
+    hardware, candidate, layout = estimate.hardware, estimate.candidate, estimate.hardware.layout
+    link = hardware.device.link
     on_cpu = hardware.device.kind == "cpu"
-    device = "cpu" if on_cpu else "cuda" if is_alone else f"cuda:{place}"
-    words = [
-        *("ridgeline", "serve", question.model, "--device", device),
-        *("--dtype", hardware.precision.dtype),
-        *("--max-model-len", str(question.max_model_len)),
-        *("--max-num-seqs", str(candidate.max_num_seqs)),
-        *("--max-num-batched-tokens", str(candidate.max_num_batched_tokens)),
-    ]
-    if not is_alone:
-        words += ["--port", str(PORT + place)]
-    return shlex.join(words)
+    found: dict[str, str | int] = {
+        "device": "cpu" if on_cpu else "cuda",
+        "dtype": hardware.precision.dtype,
+        "max-model-len": question.max_model_len,
+        "max-num-seqs": candidate.max_num_seqs,
+        "max-num-batched-tokens": candidate.max_num_batched_tokens,
+    }
+    if hardware.device.threads is not None:
+        found["threads"] = hardware.device.threads
+    found |= {name: size for name in ("tp", "pp", "ep") if (size := getattr(layout, name)) > 1}
+    node = NODE if link is None else max(1, link.max_devices)
+    if layout.devices > node:
+        found |= {"launcher": "join", "join-address": "HOST:7070"}
+    most = max(1, node // layout.devices)
+    counts = [min(most, deployment.replicas - done) for done in range(0, deployment.replicas, most)]
+    return [found | ({"replicas": count} if count > 1 else {}) for count in counts]
 
 
 def promise_flags(question: Question) -> str:

@@ -12,6 +12,7 @@ from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, Price
 from ridgeline.cost.setup import ONE_DEVICE, PLAIN, Layout, Precision, Setup
 from ridgeline.errors import ConfigError
+from ridgeline.formats import COLLECTIVES
 
 ATTAINMENT = 0.95  # share of requests that must get what was promised
 MAX_LOAD = 0.8  # of saturation: the tail of waiting times grows as 1 / (1 - load)
@@ -151,13 +152,19 @@ class Hardware:
         reasons = [f"a model that needs {', '.join(self.model_needs)}"] if self.model_needs else []
         if self.device.kind not in ("gpu", "cpu") or self._is_other_gpu:
             reasons.append(f"{self.device.kind} devices of {self.device.vendor}")
-        if self.layout.devices > 1:
-            reasons.append("one replica on several devices")
+        reasons += [words for words, is_needed in self._beyond_one_device() if is_needed]
         if not self.precision.fast_on(*self.device.traits):
             reasons.append("weights or KV cache of so few bits, at this speed")
         if self.num_drafts:
             reasons.append("a draft head of one layer, which nobody has trained")
         return ", ".join(reasons)
+
+    def _beyond_one_device(self) -> Iterator[tuple[str, bool]]:
+        """What this version lacks for one replica on several devices, and whether it needs it."""
+        layout, on_gpu = self.layout, self.device.kind == "gpu"
+        is_fast = "nccl" in COLLECTIVES
+        yield "one replica on several GPUs", layout.tp > 1 and on_gpu and not is_fast
+        yield "a pipeline of GPUs", layout.pp > 1 and on_gpu
 
     @property
     def _is_other_gpu(self) -> bool:
@@ -182,10 +189,14 @@ def hardware_of(question: Question, grid: Grid = GRID) -> Iterator[Hardware]:
     """Everything that could be one replica, without regard to whether the model fits."""
     needs = missing(question.spec)
     for offer in question.offers:
+        spread = [one for one in layouts(question.spec, offer.device, grid) if one.devices > 1]
         for precision in precisions(question.spec, offer.device):
-            yield Hardware(offer, ONE_DEVICE, precision, model_needs=needs)
+            for layout in (ONE_DEVICE, *spread):
+                hardware = Hardware(offer, layout, precision, model_needs=needs)
+                if question.include_unserved or layout == ONE_DEVICE or not hardware.why_not_served:
+                    yield hardware
         if question.include_unserved:
-            for hardware in _unserved(question.spec, offer, grid):
+            for hardware in _other_formats(question.spec, offer, grid):
                 yield replace(hardware, model_needs=needs)
 
 
@@ -199,12 +210,15 @@ def precisions(spec: ModelSpec, device: Device) -> Sequence[Precision]:
     return (Precision(spec.dtype),)
 
 
-def _unserved(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
-    own = precisions(spec, offer.device)[-1]
-    formats = [Precision(own.dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
+def _other_formats(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
+    """Those that plans do not choose."""
+    own = precisions(spec, offer.device)
+    formats = [Precision(own[-1].dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
     for layout in layouts(spec, offer.device, grid):
         for precision in formats:
-            if layout.devices > 1 or not precision.fast_on(*offer.device.traits):
+            if precision not in own and (
+                layout.devices > 1 or not precision.fast_on(*offer.device.traits)
+            ):
                 yield Hardware(offer, layout, precision)
 
 

@@ -48,7 +48,9 @@ def serve_replicas(config: ServeConfig, on_listening: Callable[[str], None] | No
     never_block()
     check_serve_numbers(config)
     check_asked(config.engine)
-    for name, is_asked in (("lab", config.lab), ("admin_port", config.admin_port is not None)):
+    joins = config.engine.launcher == "join"
+    own = (("lab", config.lab), ("admin_port", config.admin_port is not None), ("launcher", joins))
+    for name, is_asked in own:
         if is_asked:
             raise ConfigError(f"{name} is of one engine; leave it out, or replicas")
     common = {name: getattr(config, name) for name in Listening.__struct_fields__}
@@ -137,11 +139,11 @@ class _Doors(RouterDoors):
         config, env = self._config, environment(PRIVATE)
         if (key := self._service.own_key) is not None:
             env[KEY_VARIABLE] = key
-        may_choose = config.engine.device in ("auto", "cuda")
-        if may_choose and len(devices := _devices()) >= config.replicas:
-            env["CUDA_VISIBLE_DEVICES"] = devices[number]
+        may_choose, each = config.engine.device in ("auto", "cuda"), config.engine.num_ranks
+        if may_choose and len(devices := gpus()) >= config.replicas * each:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[number * each : (number + 1) * each])
         elif config.engine.threads is None:
-            num_cores = len(os.sched_getaffinity(0)) // config.replicas
+            num_cores = len(os.sched_getaffinity(0)) // (config.replicas * each)
             env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores)))
         return env
 
@@ -164,7 +166,7 @@ class _Doors(RouterDoors):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _devices() -> list[str]:
+def gpus() -> list[str]:
     """The GPUs that may be used."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
@@ -176,7 +178,7 @@ def _devices() -> list[str]:
 def _of_replica(config: ServeConfig, port: int) -> ServeConfig:
     """The settings of one. Those that share a device share its memory."""
     engine = config.engine
-    if len(_devices()) < config.replicas:
+    if len(gpus()) < config.replicas * engine.num_ranks:
         share = engine.memory_utilization / config.replicas
         engine = structs.replace(engine, memory_utilization=share)
     return structs.replace(

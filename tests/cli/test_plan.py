@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace as replace_device
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from msgspec.structs import replace
 from ridgeline.build import build
 from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
+from ridgeline.cost.hardware import device_to_json, find_device
+from ridgeline.server.config import ServeConfig
 from tests.cli.conftest import Cli
 
 ASKED = ("--input", 100, "--output", 20, "--ttft", "1s", "--tpot", "50ms")
@@ -54,6 +57,85 @@ def test_the_command_starts(bare: Path, cli: Cli) -> None:
     assert (resolved.device, resolved.dtype) == ("cpu", "float32")
     assert resolved.max_num_seqs == asked.max_num_seqs
     assert resolved.max_model_len == asked.max_model_len
+
+
+def test_serve_starts_what_plan_has_written(
+    bare: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a part of a processor for each rank, behind a router; what this machine lacks is named."""
+    slow = replace_device(find_device("xeon-8480"), bandwidth=4e8, peak_flops={"fp32": 2e8})
+    half = replace_device(slow, name="cpu-some-cpu-2t", measured=True)
+    here, plan_file, info = (tmp_path / name for name in ("half.json", "p.toml", "cpuinfo"))
+    here.write_text(json.dumps(device_to_json(half)))
+    info.write_text("model name\t: Some CPU\n")
+    monkeypatch.setattr("ridgeline.cli.planned.CPU_INFO", info)
+    served: list[ServeConfig] = []
+
+    def serve(config: ServeConfig, on_listening: object) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr("ridgeline.server.replicas.serve_replicas", serve)
+    rate = ("--rate", 50, "--devices", here, "--price", "cpu-some-cpu-2t=3", "--out", plan_file)
+    answer = plan(cli, bare, *rate)[1]["answer"]
+    needed = answer["num_devices"]
+    assert answer["replicas"] > 1
+    for cores in (2 * needed, 2 * needed - 1):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        code, _, err = cli("serve", "--plan", plan_file, "--port", 9000)
+        assert code == (0 if cores % 2 == 0 else 2)
+    assert f"needs {needed} x cpu-some-cpu-2t" in err
+    assert f"has {needed - 1} x cpu-some-cpu-2t" in err
+    (config,) = served
+    assert config == serve_config(
+        parse([*shlex.split(answer["commands"][0])[1:], "--port", "9000"])
+    )
+    assert (config.replicas, config.engine.threads) == (answer["replicas"], 2)
+
+
+def test_a_plan_for_gpus_wants_those(
+    bare: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    plan(cli, bare, "--rate", 5, "--devices", "h100-sxm", "--out", path)
+    monkeypatch.setattr("ridgeline.server.lifecycle.serve", lambda *_, **__: 0)
+    monkeypatch.setattr("ridgeline.cli.planned.GPU_INFO", tmp_path)
+    code, _, err = cli("serve", "--plan", path)
+    assert (code, "needs 1 x h100-sxm" in err, "no such device" in err) == (2, True, True)
+    for name, expected in (("NVIDIA L4", 2), ("NVIDIA H100 80GB HBM3", 0)):
+        (tmp_path / "0000").mkdir(exist_ok=True)
+        (tmp_path / "0000" / "information").write_text(f"Model: \t\t {name}\nIRQ: 1\n")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert cli("serve", "--plan", path)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('model = "m"', "not of ridgeline plan --out"),
+        ("[plan]\ndevice = 3", "plan --out"),
+        ("port = 1\n[plan]\nport = 1", "missing required field"),
+    ],
+)
+def test_other_files_are_no_plans(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    code, _, err = cli("serve", "--plan", path)
+    assert (code, words in err) == (2, True), err
+
+
+def test_a_plan_and_settings_are_two(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("serve", "--plan", tmp_path / "p.toml", "--config", tmp_path / "c.toml")
+    assert (code, "not both" in err) == (2, True)
+
+
+def test_a_plan_is_written_as_toml_or_not_at_all(bare: Path, cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    code, _, err = cli("plan", bare, *ASKED, "--rate", 1, "--devices", "l4", "--out", out)
+    assert (code, ".toml" in err, out.exists()) == (2, True, False)
+    out = out.with_suffix(".toml")
+    assert plan(cli, bare, "--rate", 1, "--devices", "l4", "--tpot", "1us", "--out", out)[0] == 1
+    assert not out.exists()
 
 
 def test_users_make_a_rate(bare: Path, cli: Cli) -> None:

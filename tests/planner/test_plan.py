@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from ridgeline.asked import check_ranks
 from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
 from ridgeline.cli.simulate_case import make_case, make_options
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
+from ridgeline.cost.setup import Layout
 from ridgeline.errors import ConfigError
+from ridgeline.formats import COLLECTIVES
 from ridgeline.planner.estimate import DOES_NOT_FIT, INFEASIBLE, NO_PRICE
-from ridgeline.planner.plan import Plan, commands, plan, promise_flags, reasons
+from ridgeline.planner.plan import Plan, commands, plan, promise_flags, reasons, settings
 from ridgeline.planner.question import (
     MAX_LOAD,
     Grid,
@@ -146,26 +149,66 @@ def test_without_prices_fewest_devices_win() -> None:
 
 
 def test_the_commands_start_today() -> None:
-    found = ask(device("rtx-4090", 1.0), rate=200.0)
+    """One for each machine, with a replica for each of its 8 devices."""
+    found = ask(device("rtx-4090", 1.0), rate=1000.0)
     assert found.winner is not None
     typed = commands(found.question, found.winner)
-    assert len(typed) == found.winner.replicas > 1
-    ports = set()
-    for i, command in enumerate(typed):
+    counts = []
+    for command in typed:
         words = command.replace("'some model'", "some-model").split()
         assert words[:2] == ["ridgeline", "serve"]
         config = serve_config(parse(words[1:]))
         candidate = found.winner.estimate.candidate
-        assert config.engine.device == f"cuda:{i % 8}"
+        assert config.engine.device == "cuda"
         assert config.engine.dtype == "bfloat16"
         assert config.engine.max_num_seqs == candidate.max_num_seqs
         assert config.engine.max_num_batched_tokens == candidate.max_num_batched_tokens
         assert config.engine.max_model_len == found.question.max_model_len
-        ports.add(config.port)
-    assert len(ports) == min(8, len(typed))
+        counts.append(config.replicas)
+    assert len(counts) > 1
+    assert set(counts[:-1]) == {8}
+    assert sum(counts) == found.winner.replicas
     with_promise = f"{typed[0]} {promise_flags(found.question)}".replace("'some model'", "m")
     engine = serve_config(parse(with_promise.split()[1:])).engine
     assert (engine.policy, engine.ttft_slo_ms, engine.tpot_slo_ms) == ("slo", 500.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (Layout(2), {"tp": 2, "replicas": 4}),
+        (Layout(4, 2), {"tp": 4, "pp": 2}),
+        (Layout(8, 2), {"tp": 8, "pp": 2, "launcher": "join", "join-address": "HOST:7070"}),
+    ],
+)
+def test_one_replica_on_several_devices_is_a_command(
+    layout: Layout, flags: dict[str, object]
+) -> None:
+    """With as many replicas as a machine has devices for; one that needs more than a machine waits
+    for those of the others."""
+    found = ask(device("epyc-9654", 1.0), tpot_s=0.2, ttft_s=5.0, rate=1.0)
+    assert found.winner is not None
+    estimate = found.winner.estimate
+    hardware = replace(estimate.hardware, layout=layout)
+    assert hardware.why_not_served == ""
+    candidate = replace(estimate.candidate, hardware=hardware)
+    spread = replace(found.winner, estimate=replace(estimate, candidate=candidate), replicas=4)
+    machines = settings(found.question, spread)
+    assert len(machines) == (1 if layout.devices == 2 else 4)
+    assert {name: machines[0].get(name) for name in flags} == flags
+    for command in commands(found.question, spread):
+        config = serve_config(parse(command.replace("'some model'", "m").split()[1:]))
+        assert config.engine.num_ranks == layout.devices
+        check_ranks(config.engine)
+
+
+def test_ranks_of_one_replica_are_an_answer_where_they_are_served() -> None:
+    """Two processors have tokens sooner than one, and so alone keep the promise."""
+    one = ask(device("epyc-9654", 1.0), spec=MEDIUM, rate=0.2, tpot_s=0.03, ttft_s=5.0)
+    assert one.winner is not None
+    assert one.winner.estimate.hardware.layout == Layout(2)
+    command = commands(one.question, one.winner)[0]
+    assert "--tp 2" in command
 
 
 def test_one_replica_takes_the_device_and_the_usual_port() -> None:
@@ -255,7 +298,8 @@ def test_what_is_not_served_says_why() -> None:
     asked = question(device("h100-sxm", 3.0), device("mi300x", 2.0), include_unserved=True)
     for hardware in hardware_of(asked, GRID):
         layout, precision = hardware.layout, hardware.precision
-        plain = layout.devices == 1 and precision.weights == "plain" and precision.kv == "auto"
+        alone = layout.devices == 1 or ("nccl" in COLLECTIVES and layout.pp == 1)
+        plain = alone and precision.weights == "plain" and precision.kv == "auto"
         is_served = plain and hardware.device.name == "h100-sxm"
         assert (hardware.why_not_served == "") is is_served
     drafting = Hardware(asked.offers[0], num_drafts=2)
