@@ -27,7 +27,7 @@ from ridgeline.architectures.stages import stage_groups, stage_spec
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
-from ridgeline.build_ranks import meet, open_ranks, start_ranks, watching
+from ridgeline.build_ranks import check_cards, meet, open_ranks, start_ranks, watching
 from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_drafts
 from ridgeline.cost.pricer import Pricer
@@ -41,7 +41,7 @@ from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
-from ridgeline.executor.group import GroupExecutor, GroupScorer
+from ridgeline.executor.group import GroupExecutor, GroupScorer, GroupWarmUp
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.stage import StageExecutor
@@ -113,7 +113,9 @@ class Built:
     event_log: LogFile | None = None
     startup: tuple[Phase, ...] = ()
     kernels: KernelCounts | None = None
-    warm_up: WarmUp | None = None  # what is left of it may be done whenever nothing runs
+    warm_up: WarmUp | GroupWarmUp | None = (
+        None  # what is left of it may be done whenever nothing runs
+    )
     ranks: Ranks | None = None  # the other ones, where there are several
 
     @property
@@ -312,6 +314,7 @@ def build(
     if config.num_ranks == 1:
         return _driver(opened, None, progress, clock or WallClock(), startup)
     _decided(opened, None)  # what cannot be had starts no process
+    check_cards(config, opened.device)
     ranks = start_ranks(config)
     try:
         return _driver(opened, ranks, progress, clock or WallClock(), startup)
@@ -347,13 +350,14 @@ def _driver(
     memory = _measured(memory, mine)
     draft = _draft_source(resolved)
     controller = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
-    warm_up = _warm_up(resolved, executor, controller, startup)
+    if ranks is not None:
+        with startup.phase("other ranks"):
+            ranks.wait(messages.Built)
+    warm_up = _warm_up(resolved, executor, controller, ranks, startup)
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned, controller)
     group = None
     if ranks is not None:
-        with startup.phase("other ranks"):
-            ranks.wait(messages.Built)
         group = GroupExecutor(executor, ranks)
         scorer = GroupScorer(mine.scorer, ranks)
     engine = Engine(scheduler, group or executor, clock, resolved.max_in_flight)
@@ -404,20 +408,35 @@ def _warm_up(
     resolved: ResolvedConfig,
     executor: LocalExecutor,
     controller: DraftLengthController | None,
+    ranks: Ranks | None,
     startup: StartUp,
-) -> WarmUp | None:
+) -> WarmUp | GroupWarmUp | None:
     if not resolved.warm_up:
         return None
     with startup.phase("warm-up") as opened:
-        warm_up = WarmUp(
-            executor,
-            max_tokens=resolved.max_num_batched_tokens,
-            max_mixed=resolved.max_num_mixed_tokens,
-            draft_tokens=_foreseen_drafts(controller),
-        )
+        drafts = _foreseen_drafts(controller)
+        alone = warm_up_of(resolved, executor, drafts, is_alone=ranks is None)
+        warm_up = alone if ranks is None else GroupWarmUp(alone, ranks)
         warm_up.run(WARM_UP_S)
         opened.detail = warm_up.text()
     return warm_up
+
+
+def warm_up_of(
+    resolved: ResolvedConfig,
+    executor: LocalExecutor,
+    draft_tokens: Sequence[int] = (),
+    *,
+    is_alone: bool,
+) -> WarmUp:
+    """The same steps on every rank."""
+    return WarmUp(
+        executor,
+        max_tokens=resolved.max_num_batched_tokens,
+        max_mixed=resolved.max_num_mixed_tokens,
+        draft_tokens=draft_tokens,
+        can_give_up=is_alone,
+    )
 
 
 def _watched(
@@ -662,10 +681,13 @@ def _executor(
     drafting: Drafting | None,
     pipeline: Pipeline | None,
 ) -> LocalExecutor:
+    spec = decoder.spec
     captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
     if captured and (reason := why_not_captured(decoder, kv)):
         say(logger, logging.WARNING, "decode steps are not captured", reason=reason)
         captured = captured_tokens = 0
+    if spec.layers[0].attention.num_kv_heads % decoder.placement.size:
+        captured_tokens = 0  # ranks with fewer heads would find room for what others do not
     kind = LocalExecutor if pipeline is None else partial(StageExecutor, pipeline=pipeline)
     return kind(
         decoder,

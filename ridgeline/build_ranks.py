@@ -41,6 +41,17 @@ PIPELINE = "gloo"  # how stages talk
 MOST_LETTERS = 80  # of an address
 
 
+def check_cards(config: EngineConfig, device: Device) -> None:
+    """Raises ConfigError where ranks of this machine have not a GPU each."""
+    if config.launcher != "join" and device.name != "cpu":
+        cards = torch.cuda.device_count()
+        if cards < config.num_ranks:
+            raise ConfigError(
+                f"{config.num_ranks} ranks need a GPU each and there are {cards}; use fewer, or"
+                " launcher join with ranks on other machines"
+            )
+
+
 def start_ranks(config: EngineConfig) -> Ranks:
     """Start them, or wait for those that others start, until all have said who they are. Raises
     ConfigError."""
@@ -135,6 +146,8 @@ def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placem
         ranks.check()
     if problem:
         raise problem[0]
+    if (collective := placement[0].collective) is not None:
+        ranks.abandon = collective.abandon
     return placement[0]
 
 

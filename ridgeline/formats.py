@@ -186,6 +186,7 @@ ATTENTION_BACKENDS: dict[str, str] = {
 COLLECTIVES: dict[str, str] = {
     "gloo": "ridgeline.distributed.gloo:Gloo",
     "shared": "ridgeline.distributed.shared_memory:SharedMemory",
+    "nccl": "ridgeline.distributed.nccl:Nccl",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV", takes_latent=True),

@@ -404,12 +404,15 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
     if config.launcher == "auto":
         decisions.note("launcher", "auto", "local", "nothing says that ranks are elsewhere")
     if config.collective != "auto":
+        if kind not in collective_class(config.collective).devices:
+            raise ConfigError(f"collective {config.collective} is not for device {kind}; use auto")
         return config.collective
     if kind == "cpu" and local and library() is not None:
         decisions.note("collective", "auto", "shared", "all ranks have this machine's memory")
         return "shared"
-    decisions.note("collective", "auto", "gloo", "ranks talk over sockets")
-    return "gloo"
+    name, way = ("nccl", "from GPU to GPU") if kind == "cuda" else ("gloo", "over sockets")
+    decisions.note("collective", "auto", name, f"ranks talk {way}")
+    return name
 
 
 def _with_drafts(

@@ -35,6 +35,7 @@ from ridgeline.distributed.messages import (
     Failed,
     Open,
     Opened,
+    Prepare,
     Score,
     Step,
 )
@@ -121,8 +122,10 @@ def _build(link: DriverLink, opened: OpenModel) -> Rank:
 def _work(link: DriverLink, rank: Rank) -> NoReturn:
     """Steps, in the order in which they are planned. What they give is read, late enough not to
     wait for it, so that what fails on the device is seen."""
+    from ridgeline.build import warm_up_of
     from ridgeline.executor.future import Failed as FailedStep
 
+    warm_up = warm_up_of(rank.resolved, rank.executor, is_alone=False)
     executor, most = rank.executor, rank.resolved.max_in_flight
     futures: deque[StepFuture] = deque()
     while True:
@@ -137,6 +140,8 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
                 futures.popleft().result()
         elif isinstance(command, Score):
             rank.scorer.logits(command.token_ids)
+        elif isinstance(command, Prepare):
+            warm_up.one()
         else:
             check(False, "a command in its place", got=type(command).__name__)
 

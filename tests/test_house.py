@@ -20,7 +20,7 @@ from tests.test_architecture import PACKAGE, dotted, modules, nodes, of_ours, tr
 MAX_LINES = {
     # The words and bounds of options; two long functions cut; sizes in GB and GiB;
     # a choice of whose code computes the layers.
-    "": 6_768,  # a pass of a model with all its numbers
+    "": 6_811,  # a pass of a model with all its numbers
     "architectures": 5_024,  # without the files of families
     "attention": 2_180,  # latent attention: three more backends; sinks
     "benchmark": 1_150,
@@ -30,9 +30,9 @@ MAX_LINES = {
     "cost": 5_715,
     "demo": 40,
     "devices": 530,
-    "distributed": 1_347,  # gloo, shared memory; links to ranks, who starts them, who is stuck
+    "distributed": 1_488,  # gloo, shared memory; links to ranks, who starts them, who is stuck
     "evaluation": 745,
-    "executor": 3_452,
+    "executor": 3_479,
     "kernels": 23_323,  # experts in grouped products; latent attention; sums of ranks
     # Without the modules of pages; models by a pasted config, a led block pool, fleets, a judge.
     "lab": 1_818,  # the last minutes of traffic under another setting
@@ -58,7 +58,7 @@ MAX_FAMILY_LINES = 130
 # So is a page of the lab.
 PAGES = "ridgeline.lab.pages."
 MAX_PAGE_LINES = 420
-MAX_FILES = 456  # of Python, families and pages apart; the lab, and what the server shows of it
+MAX_FILES = 457  # of Python, families and pages apart; the lab, and what the server shows of it
 MAX_PROTOCOLS = 26
 MAX_FUNCTION_LINES = 80
 LONGER: dict[str, int] = {}  # that are to be made shorter, not longer

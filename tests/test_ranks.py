@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.build import warm_up_of
 from ridgeline.config import EngineConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
-from ridgeline.executor.group import GroupExecutor
+from ridgeline.executor.group import GroupExecutor, GroupWarmUp
 from ridgeline.request import FinishReason, Request
 from tests.tiny_model import make_tiny_model
 
@@ -103,6 +104,16 @@ def test_ranks_give_the_tokens_of_one(one: LLM, two: LLM) -> None:
     assert two.engine.scheduler.num_preemptions > 3
 
 
+def test_every_rank_does_what_can_be_foreseen(two: LLM) -> None:
+    group = two.engine.executor
+    assert isinstance(group, GroupExecutor)
+    warm_up = GroupWarmUp(warm_up_of(two.resolved, group.inner, is_alone=False), group._ranks)
+    warm_up.run(60.0)
+    assert not warm_up.one()
+    done, _, foreseen = warm_up.text().partition(" of ")
+    assert int(done) == int(foreseen.split()[0]) > 0
+
+
 def test_ranks_give_the_logits_of_one(one: LLM, two: LLM) -> None:
     ids = one.encode("Once upon a time there was a small house by the sea.")
     torch.testing.assert_close(two.logits(ids), one.logits(ids), rtol=1e-4, atol=1e-4)
@@ -138,6 +149,7 @@ def _nobody_starts_one(config: EngineConfig) -> NoReturn:
         ({"launcher": "join", "tp": 1, "join_address": "h:1"}, "give tp 2 or more"),
         ({"device": "cuda:1"}, "device cuda:1 is one GPU and tp 2 is more; use device cuda"),
         ({"collective": "smoke"}, "unknown collective 'smoke'; use auto or one of gloo, shared"),
+        ({"collective": "nccl"}, "collective nccl is not for device cpu; use auto"),
         ({"tp": 0}, "tp"),
         ({"tp": 99}, "cannot be divided among 99 ranks"),
         ({"implementation": "transformers"}, "tp 2 needs native layers"),

@@ -283,6 +283,7 @@ class Ranks:
         self.overdue_s = OVERDUE_S
         self.lost: RidgelineError | None = None
         self.on_lost: Callable[[str], None] | None = None
+        self.abandon: Callable[[], None] | None = None  # what rank 0's device waits for
         self._secret = secret
         self._processes = processes or Processes()
         self._listener = listener
@@ -533,6 +534,8 @@ class Ranks:
             self.lost = what
         say(logger, logging.ERROR, "the group of ranks is lost", reason=what)
         self._processes.kill()
+        if self.abandon is not None:
+            self.abandon()
         with self._changed:
             self._changed.notify_all()
         if self.on_lost is not None:

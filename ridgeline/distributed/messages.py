@@ -128,6 +128,10 @@ class Score(msgspec.Struct, tag="score", array_like=True, frozen=True):
     token_ids: tuple[int, ...]
 
 
+class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
+    """Do the next step that can be foreseen; nothing is in flight."""
+
+
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     """What are you at? The answer is Answer with the same number."""
 
@@ -150,7 +154,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     is_asked: bool = False
 
 
-Command = Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Ask
+Command = Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Prepare | Ask
 Said = Hello | Opened | Built | Answer | Failed
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

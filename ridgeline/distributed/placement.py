@@ -22,6 +22,7 @@ class Collective(ABC):
     to talk are the lines of `ridgeline.distributed.collectives`."""
 
     captures = False  # its calls may be part of a captured step
+    devices: tuple[str, ...] = "cpu", "cuda"  # where what it adds up may be
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,10 @@ class Collective(ABC):
     def recv(self, into: torch.Tensor, source: int) -> None:
         """What rank `source` sends, of the same shape and dtype."""
         check(False, "these ranks only talk all together", collective=type(self).__name__)
+
+    def abandon(self) -> None:  # noqa: B027  (most see by themselves that a rank has ended)
+        """From any thread, when a rank has ended: what waits for it on the device does so no
+        longer."""
 
     def close(self) -> None:  # noqa: B027  (most have nothing to end)
         """Nothing is said any more; what another rank still waits for fails."""

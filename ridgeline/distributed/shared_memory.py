@@ -54,6 +54,7 @@ class SharedMemory(Gloo):
     """A rank that has ended, is late or does something else than this one is an EngineFault."""
 
     captures = True
+    devices = ("cpu",)
 
     def __init__(
         self,

@@ -50,8 +50,8 @@ def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
     first = kv.layers[0]
     if (first.latent_NSC if isinstance(first, LatentKV) else first.views) is None:
         return f"KV format {kv.format.name} is not written in place"
-    if decoder.placement.size > 1:
-        return "the model is spread over several devices"
+    if (ranks := decoder.placement.collective) is not None and not ranks.captures:
+        return f"ranks talk by {type(ranks).__name__}, which no captured step can call"
     experts = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, Experts)]
     if any(one.asks_host for one in experts):
         return "the host must know which experts a step needs"

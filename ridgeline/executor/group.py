@@ -7,15 +7,17 @@ of seed, position and token. So ranks send nothing back, and the answer of rank 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ridgeline.distributed.links import Ranks
-from ridgeline.distributed.messages import Score, step_message
+from ridgeline.distributed.messages import Prepare, Score, step_message
 from ridgeline.errors import EngineFault
 from ridgeline.executor.future import Failed
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
+from ridgeline.executor.warm_up import WarmUp
 from ridgeline.step import KnowsEnd, StepFuture, StepPlan, StepResult
 
 
@@ -54,6 +56,24 @@ class GroupFuture:
                 return self._inner.result()
         except EngineFault as fault:
             self._ranks.raise_lost(str(fault))
+            raise
+
+
+class GroupWarmUp:
+    """A WarmUp of which every rank does each step."""
+
+    def __init__(self, inner: WarmUp, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
+        self.text, self.run = inner.text, partial(inner.run, one=self.one)
+
+    def one(self) -> bool:
+        """As WarmUp.one. How long one takes nobody knows: kernels may be compiled."""
+        self._ranks.check()
+        self._ranks.send(Prepare())
+        try:
+            return self._inner.one()
+        except Exception as error:
+            self._ranks.raise_lost(repr(error)[:200])
             raise
 
 

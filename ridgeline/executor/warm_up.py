@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 class WarmUp:
     """Foreseeable steps of an executor that runs nothing: of up to `max_tokens`, and up to
     `max_mixed` where prompts join decodes (None: as many). `draft_tokens`: how many of them a step
-    may verify, the most useful number first."""
+    may verify, the most useful number first. A failure ends it, or is raised if others take part
+    in each step, who cannot go on."""
 
     def __init__(
         self,
@@ -49,16 +50,19 @@ class WarmUp:
         max_tokens: int,
         max_mixed: int | None = None,
         draft_tokens: Sequence[int] = NUMBERS_OF_DRAFTS,
+        can_give_up: bool = True,
     ) -> None:
+        self._can_give_up = can_give_up
         steps = tuple(foreseen(executor, max_tokens, max_mixed, draft_tokens))
         self._clock = WallClock()
         self._coming = iter(steps)
         self._num_all = self._num_left = len(steps)
         self._seconds = 0.0
 
-    def run(self, seconds: float) -> None:
-        """Do what `seconds` allow; the last one that is begun is done."""
-        while self._seconds < seconds and self.one():
+    def run(self, seconds: float, one: Callable[[], bool] | None = None) -> None:
+        """Do what `seconds` allow, each by `one`; the last that is begun is done."""
+        one = one or self.one
+        while self._seconds < seconds and one():
             pass
 
     def one(self) -> bool:
@@ -70,6 +74,8 @@ class WarmUp:
             with torch.inference_mode():
                 prepare()
         except Exception as error:  # a request that needs it will say what is wrong
+            if not self._can_give_up:
+                raise
             self._coming = iter(())
             say(logger, logging.WARNING, "warm-up was given up", reason=repr(error)[:200])
         self._num_left -= 1

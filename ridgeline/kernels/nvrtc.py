@@ -284,6 +284,11 @@ def _nvrtc() -> ctypes.CDLL:
     return _library([*map(str, found), name], "NVRTC")
 
 
+def library_beside_torch(name: str, what: str) -> ctypes.CDLL:
+    """EngineFault where there is none."""
+    return _library([*map(str, _beside_torch(name)), name], what)
+
+
 def _beside_torch(name: str) -> Iterator[Path]:
     """Where wheels put the library: in torch's own folder or in NVIDIA's packages."""
     for package, below in (("torch", "lib"), ("nvidia", "*/lib")):
