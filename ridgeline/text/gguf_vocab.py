@@ -1,12 +1,13 @@
 """Which tokenizer does the metadata of a GGUF file describe?
 
-Keys and token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md . The split
-patterns are those of the models' own tokenizer.json files.
+Keys and token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md . The rules are
+those of the models' own tokenizer.json files, which a test compares with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,115 @@ from ridgeline.text.sentencepiece import (
 from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings
 from ridgeline.text.tokenizer_file import MAX_TOKENS, check_added, refuse_many
 
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+ENDS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{ENDS}"
 )
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}", r"?[\p{L}\p{M}]").replace(r"s\p{L}", r"s\p{L}\p{M}")
+SEED_SPLIT = QWEN2_SPLIT.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# A word ends where small letters are followed by a capital.
+TEKKEN_SPLIT = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{ENDS}"
+)
+GPT4O_SPLIT = (
+    TEKKEN_SPLIT.replace(rf"{_LOWER}+|", rf"{_LOWER}+{CONTRACTION}?|")
+    .replace(rf"{_LOWER}*|", rf"{_LOWER}*{CONTRACTION}?|")
+    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+)
+KIMI_SPLIT = r"\p{Han}+|" + GPT4O_SPLIT.replace("M}]", r"M}&&[^\p{Han}]]").replace("n/]", "n]")
+DEEPSEEK3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + ENDS,
+)
+# Letters that are large or small, but those of scripts that DeepSeek's list leaves out.
+DEEPSEEK_LETTER = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}"
+    r"\x{a790}-\x{ab68}\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{16e7f}\x{1d400}-\x{1df2a}]]"
+)
+DEEPSEEK_WIDE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
-# Value of tokenizer.ggml.pre: the patterns that cut a text into words, applied in this order.
-# None is the split of GPT-2, which the byte-level step knows by itself.
-SPLITS: Mapping[str, tuple[str, ...] | None] = {
-    "gpt-2": None,
-    "default": None,
-    "qwen2": (QWEN2_SPLIT,),
-    "llama-bpe": (LLAMA3_SPLIT,),
-    "llama3": (LLAMA3_SPLIT,),
-    "deepseek-coder": (
-        r"[\r\n]",
-        r"\s?\p{L}+",
-        r"\s?\p{P}+",
-        r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-        r"\p{N}",
+
+def _digits() -> Any:
+    return pre_tokenizers.Digits(individual_digits=True)
+
+
+def _numbers() -> Any:
+    return pre_tokenizers.Digits(individual_digits=False)
+
+
+def _punctuation() -> Any:
+    return pre_tokenizers.Punctuation("contiguous")
+
+
+def _words() -> Any:
+    """The split of GPT-2, with the step from characters to bytes."""
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`steps` cut a text into words, each the words of the one before: a pattern isolates what it
+    finds. `takes_words`: a word that is in the vocabulary is taken as it is, without merges.
+    `normalized`: texts are brought into Unicode's NFC form first. `begins`: every text begins with
+    the beginning token, unless the file says otherwise."""
+
+    steps: tuple[str | Callable[[], Any], ...]
+    takes_words: bool = False
+    normalized: bool = False
+    begins: bool = False
+
+
+GPT2 = Rule((_words,))
+LLAMA3 = Rule((LLAMA3_SPLIT,), takes_words=True, begins=True)
+GPT4O = Rule((GPT4O_SPLIT,), takes_words=True)
+QWEN2 = Rule((QWEN2_SPLIT,), normalized=True)
+GLM4 = Rule((LLAMA3_SPLIT,), takes_words=True)
+DIGITS = Rule((_digits, _words))
+DEEPSEEK3 = Rule(DEEPSEEK3_SPLITS)
+
+# By the value of tokenizer.ggml.pre.
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jais", "mellum", "gigachat", "a.x-4.0"), GPT2),
+    **dict.fromkeys(("exaone4", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("mpt", "olmo"), Rule((_words,), normalized=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), LLAMA3),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Rule((LLAMA3_SPLIT,))),
+    **dict.fromkeys(("chatglm-bpe", "glm4", "glm5"), GLM4),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2", "stablelm2"), QWEN2),
+    **dict.fromkeys(("megrez", "kormo", "solar-open", "grok-2"), Rule((QWEN2_SPLIT,))),
+    "hunyuan": Rule((QWEN2_SPLIT,), takes_words=True, normalized=True),
+    "qwen35": Rule((QWEN35_SPLIT,), normalized=True),
+    "seed-coder": Rule((SEED_SPLIT,)),
+    "minicpm5": Rule((r"\p{N}{1,3}", LLAMA3_SPLIT), takes_words=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    **dict.fromkeys(("kanana2", "talkie", "minimax-m2"), Rule((GPT4O_SPLIT,))),
+    "tekken": Rule((TEKKEN_SPLIT,), takes_words=True, begins=True),
+    "kimi-k2": Rule((KIMI_SPLIT,), takes_words=True),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("exaone", "mellum2"), DIGITS),
+    "command-r": Rule((_digits, _words), normalized=True),
+    "falcon": Rule((_punctuation, _words, _numbers, "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), DEEPSEEK3),
+    "deepseek-llm": Rule(
+        (
+            r"[\r\n]",
+            rf"\s?{DEEPSEEK_LETTER}+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            DEEPSEEK_WIDE,
+            _digits,
+        )
     ),
+    "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_WIDE, _digits)),
 }
-# These take a word that is in the vocabulary as it is, and begin with <|begin_of_text|>; neither is
-# in the file.
-LLAMA3 = ("llama-bpe", "llama3")
 NO_VOCABULARY = (None, "none", "no_vocab")
-NORMALIZED = ("qwen2",)  # these bring texts into Unicode's NFC form first
 
 # Kinds of tokens that are looked for in a text before it is cut into words.
 IS_SPECIAL = {PieceKind.CONTROL: True, PieceKind.UNKNOWN: True, PieceKind.USER_DEFINED: False}
@@ -126,8 +209,9 @@ def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     if kind == "llama":
         return Tokenizer(_sentencepiece(path, vocabulary), vocabulary.settings(add_bos=True))
     if kind == "gpt2":
-        is_llama3 = vocabulary.get("pre") in LLAMA3
-        return Tokenizer(_byte_level(path, vocabulary), vocabulary.settings(add_bos=is_llama3))
+        rule = _rule(path, vocabulary)
+        backend = _byte_level(path, vocabulary, rule)
+        return Tokenizer(backend, vocabulary.settings(add_bos=rule.begins))
     refuse(path, f"holds a vocabulary of kind {str(kind)[:40]!r}; readable are llama and gpt2")
 
 
@@ -150,11 +234,14 @@ def _sentencepiece(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         refuse(path, str(error))
 
 
-def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    split = vocabulary.get("pre", "default")
-    if split not in SPLITS:
-        known = ", ".join(SPLITS)
-        refuse(path, f"cuts texts by rule {str(split)[:40]!r}; known rules are {known}")
+def _rule(path: Path, vocabulary: _Vocabulary) -> Rule:
+    name = vocabulary.get("pre", "default")
+    if name not in RULES:
+        refuse(path, f"cuts texts by rule {str(name)[:40]!r}; known rules are {', '.join(RULES)}")
+    return RULES[name]
+
+
+def _byte_level(path: Path, vocabulary: _Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     if len(ids) != len(vocabulary.tokens):
         refuse(path, "tokenizer.ggml.tokens holds a token twice")
@@ -162,11 +249,11 @@ def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         refuse_many(path, "tokens in tokenizer.ggml.tokens", len(ids), MAX_TOKENS)
     merges = [_pair(path, merge, ids) for merge in vocabulary.values("merges", str)]
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=ids, merges=merges, ignore_merges=split in LLAMA3)
+        models.BPE(vocab=ids, merges=merges, ignore_merges=rule.takes_words)
     )
-    if split in NORMALIZED:
+    if rule.normalized:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _pre_tokenizer(SPLITS[split])
+    backend.pre_tokenizer = _pre_tokenizer(rule)
     backend.decoder = decoders.ByteLevel()
     added = [
         tokenizers.AddedToken(token, normalized=False, special=IS_SPECIAL[kind])
@@ -185,9 +272,13 @@ def _pair(path: Path, merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
     return left, right
 
 
-def _pre_tokenizer(patterns: tuple[str, ...] | None) -> Any:
-    if patterns is None:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    splits = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, byte_level])
+def _pre_tokenizer(rule: Rule) -> Any:
+    steps = [
+        pre_tokenizers.Split(tokenizers.Regex(step), "isolated")
+        if isinstance(step, str)
+        else step()
+        for step in rule.steps
+    ]
+    if _words not in rule.steps:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)
