@@ -18,7 +18,7 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core fuzz bench train-demo wheel check-install clean
+.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu test-ray check mutants simulate-core fuzz bench train-demo wheel check-install clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with what answering needs, pinned"
@@ -33,6 +33,7 @@ help:
 	@echo "make test           the tests (a few minutes); ARGS='-k name' to choose"
 	@echo "make test-full      the tests with the full amounts"
 	@echo "make test-gpu       the tests on a CUDA device, and those that need one"
+	@echo "make test-ray       the tests that need Ray, which it installs (240 MB)"
 	@echo "make check          style, types and who imports whom"
 	@echo "make docs           the tables of docs/http-api.md and docs/configuration.md, from the code"
 	@echo "make mutants        plant bugs in the core and see that the tests find them"
@@ -110,6 +111,11 @@ test-gpu: setup-dev
 	@RIDGELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow and not multi_gpu" \
 	  -n $(GPU_TEST_JOBS) --dist loadgroup --no-loadscope-reorder \
 	  $(SAME_ANYWHERE:%=--ignore=tests/%) $(ARGS)
+
+# `make test` skips these where Ray is not installed.
+test-ray: setup-dev
+	$(BIN)/python -m pip install -c $(PINS) --no-build-isolation -e '.[ray]'
+	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" tests/distributed/test_ray.py $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff check .

@@ -44,8 +44,11 @@ def check_ranks(config: EngineConfig) -> None:
     is_group = config.num_ranks > 1
     if config.tp % config.ep:
         raise ConfigError(f"ep is {config.ep}; it must divide tp ({config.tp})")
-    if joins and not is_group:
-        raise ConfigError("launcher join waits for other ranks; give tp 2 or more, or leave it out")
+    if config.launcher not in ("auto", "local") and not is_group:
+        raise ConfigError(
+            f"launcher {config.launcher} is for other ranks, and tp 1 has none; give tp 2 or more,"
+            " or leave it out"
+        )
     if joins != (address is not None):
         raise ConfigError(
             "launcher join needs join_address, the HOST:PORT where this machine waits for the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +15,7 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices import Device
 from ridgeline.distributed.collectives import open_collective
 from ridgeline.distributed.gloo import own_host
-from ridgeline.distributed.launch_local import LocalProcesses
-from ridgeline.distributed.links import (
-    SECRET_BYTES,
-    Ranks,
-    read_secret,
-)
+from ridgeline.distributed.links import Processes, Ranks, read_secret
 from ridgeline.distributed.messages import (
     Build,
     Open,
@@ -30,13 +24,11 @@ from ridgeline.distributed.messages import (
 from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Collective, Placement
 from ridgeline.errors import ConfigError
+from ridgeline.registry import opened
 from ridgeline.resolve import RankMemory, memory_of
 
-LOCAL_WAIT_S = 60.0  # for processes on this machine to say who they are
-JOIN_WAIT_S = 600.0
 COLLECTIVE_S = 600.0  # the driver ends the group long before, if a rank waits for another in vain
 TURN_S = 0.2
-LOOPBACK = "127.0.0.1"
 PIPELINE = "gloo"  # how stages talk
 MOST_LETTERS = 80  # of an address
 
@@ -53,22 +45,29 @@ def check_cards(config: EngineConfig, device: Device) -> None:
 
 
 def start_ranks(config: EngineConfig) -> Ranks:
-    """Start them, or wait for those that others start, until all have said who they are. Raises
-    ConfigError."""
-    if config.launcher != "join":
-        secret = secrets.token_bytes(SECRET_BYTES)
-        processes = LocalProcesses(config.num_ranks, secret)
-        return Ranks(config.num_ranks, secret, processes.socks, processes)
+    """Start them, or listen to those that others start. Raises ConfigError."""
+    started: Ranks = opened(config.launcher_line.where)(config)
+    return started
+
+
+class JoiningProcesses(Processes):
+    def __init__(self, address: str) -> None:
+        self.host, self.port = read_address(address)
+        self.how = f"start `ridgeline worker --join {address}` for each of them"
+
+
+def let_join(config: EngineConfig) -> Ranks:
+    """Somebody else starts them. Raises ConfigError."""
     secret = read_secret()
-    host, port = read_address(config.join_address or "")
+    processes = JoiningProcesses(config.join_address or "")
     try:
-        listener = socket.create_server((host, port))
+        listener = socket.create_server((processes.host, processes.port))
     except OSError as error:
         raise ConfigError(
             f"join_address {config.join_address} cannot be listened on ({error.strerror}); give an"
             " address of this machine and a free port"
         ) from None
-    return Ranks(config.num_ranks, secret, listener=listener)
+    return Ranks(config.num_ranks, secret, processes=processes, listener=listener)
 
 
 def open_ranks(
@@ -76,14 +75,12 @@ def open_ranks(
 ) -> RankMemory:
     """Have each of them find the model and its device; the memory of the one that has least, of
     those that share a machine's memory a share each. Raises ConfigError."""
-    joins = config.launcher == "join"
-    how = f"start `ridgeline worker --join {config.join_address}` for each of them"
-    ranks.gather(JOIN_WAIT_S if joins else LOCAL_WAIT_S, how if joins else "see their log lines")
+    ranks.gather(ranks.processes.wait_s, ranks.processes.how)
     kind = device.name.partition(":")[0]
     theirs = structs.replace(
         config,
         device=kind,
-        model=config.model if joins else path,
+        model=path if config.launcher_line.is_here else config.model,
         pack_cache="off" if config.pack_cache == "off" else "auto",  # cleared once
     )
     ranks.send(Open(theirs))
@@ -122,9 +119,7 @@ def hardware_of(device: Device) -> str:
 
 def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placement:
     """Have all ranks build their shares, and meet them. A rank that fails ends the waiting."""
-    host = LOOPBACK
-    if config.launcher == "join":
-        host = read_address(config.join_address or "")[0]
+    host = ranks.processes.host
     listener = socket.create_server((host, 0))
     address = f"{host}:{listener.getsockname()[1]}"
     ranks.send(Build(resolved, address))

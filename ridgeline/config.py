@@ -15,8 +15,10 @@ from ridgeline.formats import (
     ATTENTION_BACKENDS,
     COLLECTIVES,
     KV_FORMATS,
+    LAUNCHERS,
     POLICIES,
     WEIGHT_FORMATS,
+    LauncherLine,
     Names,
 )
 
@@ -246,8 +248,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         says(
             "who starts the other ranks: local does it on this machine; join waits for `ridgeline "
-            "worker --join` wherever they are; auto is local",
-            choices=("auto", "local", "join"),
+            "worker --join` wherever they are; ray places them on a Ray cluster, or on one that it "
+            "starts here; auto is local",
+            choices=Names(LAUNCHERS, "auto"),
         ),
     ] = "auto"
     join_address: Annotated[
@@ -282,6 +285,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def launcher_line(self) -> LauncherLine:
+        return LAUNCHERS["local" if self.launcher == "auto" else self.launcher]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,15 @@ class KVFormatLine:
         return -(-width * bits // 8) + self.head_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LauncherLine:
+    """Who starts the ranks of a group. `where` is "module:function" of what makes the driver's
+    Ranks of an EngineConfig; `is_here`: all of them are on this machine."""
+
+    where: str
+    is_here: bool = False
+
+
 # Decodes of an 8B shape on an H200 say so; 4 bits take as long to unpack as they save in loads.
 CHAIN_OF_BYTES = 0.5
 
@@ -187,6 +196,11 @@ COLLECTIVES: dict[str, str] = {
     "gloo": "ridgeline.distributed.gloo:Gloo",
     "shared": "ridgeline.distributed.shared_memory:SharedMemory",
     "nccl": "ridgeline.distributed.nccl:Nccl",
+}
+LAUNCHERS: dict[str, LauncherLine] = {
+    "local": LauncherLine("ridgeline.distributed.launch_local:launch", is_here=True),
+    "join": LauncherLine("ridgeline.build_ranks:let_join"),
+    "ray": LauncherLine("ridgeline.distributed.launch_ray:launch"),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV", takes_latent=True),

@@ -395,9 +395,9 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
     """How ranks talk; empty for one rank."""
     if config.num_ranks == 1:
         return ""
-    local = config.launcher != "join"
-    where = "started on this machine" if local else f"that come to {config.join_address}"
+    is_here = config.launcher_line.is_here
     if config.tp > 1:
+        where = "on this machine" if is_here else f"by launcher {config.launcher}"
         decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
     if config.ep > 1:
         decisions.note("ep", config.ep, config.ep, "each expert is whole in one group of ranks")
@@ -407,7 +407,7 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
         if kind not in collective_class(config.collective).devices:
             raise ConfigError(f"collective {config.collective} is not for device {kind}; use auto")
         return config.collective
-    if kind == "cpu" and local and library() is not None:
+    if kind == "cpu" and is_here and library() is not None:
         decisions.note("collective", "auto", "shared", "all ranks have this machine's memory")
         return "shared"
     name, way = ("nccl", "from GPU to GPU") if kind == "cuda" else ("gloo", "over sockets")

@@ -7,6 +7,7 @@ in its environment.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from threading import Thread, current_thread, main_thread
 from typing import IO
 
 from ridgeline.child import environment
-from ridgeline.distributed.links import EXIT_S, SECRET_VARIABLE, Processes
+from ridgeline.config import EngineConfig
+from ridgeline.distributed.links import EXIT_S, SECRET_BYTES, SECRET_VARIABLE, Processes, Ranks
 
 WORKER = (sys.executable, "-m", "ridgeline.worker")
 MOST_WORDS = 300  # characters of a line
@@ -25,6 +27,10 @@ KILL_S = 5.0
 
 class LocalProcesses(Processes):
     """Ranks 1 .. size - 1. `socks` are our ends of their socket pairs, in order."""
+
+    host = "127.0.0.1"
+    wait_s = 60.0
+    how = "see their log lines"
 
     def __init__(self, size: int, secret: bytes) -> None:
         self.socks: list[socket.socket] = []
@@ -81,6 +87,13 @@ class LocalProcesses(Processes):
         code = process.poll()
         how = "it closed its socket" if code is None else f"exit code {code}"
         return ": ".join([how, *self._lines[rank - 1]])
+
+
+def launch(config: EngineConfig) -> Ranks:
+    """All of them but rank 0."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    processes = LocalProcesses(config.num_ranks, secret)
+    return Ranks(config.num_ranks, secret, processes.socks, processes)
 
 
 def _pass_on(words: IO[str], kept: deque[str]) -> None:

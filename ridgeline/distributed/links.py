@@ -53,6 +53,7 @@ GREETING_BYTES = 64 << 10  # a stranger may send so much
 GREETING_S = 10.0  # and take so long
 MAX_STRANGERS = 64
 TURN_S = 0.1  # of the thread that listens
+LOOK_S = 1.0  # between two looks at who has ended before it came
 TOLD_S = 5.0  # between two lines about who is missing
 ANSWER_S = 0.8  # for what a rank is at
 EXIT_S = 0.3  # for the last words of a rank that has closed its socket
@@ -219,6 +220,14 @@ class Processes:
     """The ranks as processes. These are not ours: others start them, and they end by themselves
     when their socket is closed."""
 
+    host = ""  # where all ranks reach rank 0
+    wait_s = 600.0  # for them to say who they are
+    how = "start each of them"  # what helps when one does not
+
+    def early_end(self) -> str:
+        """Which have ended without a word on a socket, and how; empty when none is known to."""
+        return ""
+
     def kill(self) -> None:
         """All of them, and wait until they are gone."""
 
@@ -285,7 +294,7 @@ class Ranks:
         self.on_lost: Callable[[str], None] | None = None
         self.abandon: Callable[[], None] | None = None  # what rank 0's device waits for
         self._secret = secret
-        self._processes = processes or Processes()
+        self.processes = processes or Processes()
         self._listener = listener
         self._clock = WallClock()
         self._selector = selectors.DefaultSelector()
@@ -320,6 +329,8 @@ class Ranks:
                 self._check()
                 now = clock.now()
                 names = ", ".join(map(str, missing))
+                if ended := self.processes.early_end():
+                    raise ConfigError(f"ranks cannot be had: {ended}")
                 if now >= until:
                     last = f"; the last one that came was refused: {self._refusal}"
                     raise ConfigError(
@@ -329,7 +340,7 @@ class Ranks:
                 if now - told >= TOLD_S:
                     told = now
                     say(logger, logging.WARNING, "waiting for ranks", missing=names, of=self.size)
-                self._changed.wait(min(TOLD_S, until - now))
+                self._changed.wait(min(LOOK_S, until - now))
         for rank, peer in sorted(self._members.items()):
             found = peer.hello
             if found is not None:
@@ -401,7 +412,7 @@ class Ranks:
             with suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._processes.kill()
+        self.processes.kill()
         for peer in (*self._members.values(), *self._strangers):
             peer.sock.close()
         if self._listener is not None:
@@ -522,7 +533,7 @@ class Ranks:
         self._selector.unregister(peer.sock)
         if self._is_closed:
             return
-        words = self._processes.last_words(peer.rank)
+        words = self.processes.last_words(peer.rank)
         at = self.whereabouts
         here = f"; rank 0 is at {_words(at.step_id, at.num_calls, at.call)}" if at.step_id else ""
         self._lose(EngineLost(f"{peer.words} has ended{words and f' ({words})'}{here}"))
@@ -533,7 +544,7 @@ class Ranks:
                 return
             self.lost = what
         say(logger, logging.ERROR, "the group of ranks is lost", reason=what)
-        self._processes.kill()
+        self.processes.kill()
         if self.abandon is not None:
             self.abandon()
         with self._changed:

@@ -73,7 +73,7 @@ def test_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch, phase: str, act
     # How long the thread waits for the others that opens what they talk through.
     monkeypatch.setattr(build_ranks, "COLLECTIVE_S", 8.0 if is_silent else 3.0)
     if act == "stop" and phase == "hello":
-        monkeypatch.setattr(build_ranks, "LOCAL_WAIT_S", 3.0)
+        monkeypatch.setattr(launch_local.LocalProcesses, "wait_s", 3.0)
     monkeypatch.setattr(links, "START_ANSWER_S", 3.0 if is_silent else 15.0)
     with pytest.raises(RidgelineError, match=AT_START[phase, act]):
         LLM(folder, **OPTIONS)
