@@ -41,6 +41,7 @@ ENGINE_ARGV = {
     "pack_cache": "off",
     "threads": "2",
     "tp": "2",
+    "ep": "2",
     "pp": "3",
     "launcher": "join",
     "join_address": "127.0.0.1:7000",
