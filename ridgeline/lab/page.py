@@ -127,14 +127,15 @@ def control(
     le: float | None = None,
     step: float | None = None,
     unit: str = "",
-    scale: Literal["linear", "log"] = "linear",
+    scale: Literal["linear", "log", "powers"] = "linear",
     choices: Collection[str | int] = (),
     is_folded: bool = False,
     is_hidden: bool = False,
     length: int | None = None,
 ) -> msgspec.Meta:
     """The declaration of one input, beside its type. `is_folded`: under "more"; `is_hidden`: it is
-    set in the drawing alone. `length` is the most characters of a text."""
+    set in the drawing alone. A slider of "powers" stops at those of two. `length` is the most
+    characters of a text."""
     extra: dict[str, Any] = {
         "choices": tuple(choices), "step": step, "unit": unit, "scale": scale,
         "is_folded": is_folded, "is_hidden": is_hidden,

@@ -40,8 +40,9 @@ class Inputs(msgspec.Struct, frozen=True):
     batch: Annotated[int, control("requests in a step", ge=1, le=256, step=1, scale="log")] = 8
     kv_heads: Annotated[
         int,
-        control("KV heads of GQA", "each serves an equal group of query heads", ge=1, le=256),
-    ] = 8
+        control("KV heads of GQA", "each serves an equal group of query heads", ge=1, le=256,
+                scale="powers"),
+    ] = 8  # fmt: skip
     latent: Annotated[
         int,
         control("latent vector", "numbers of a token in MLA", ge=64, le=4096, step=64),

@@ -38,6 +38,7 @@ test("a logarithmic slider stops at each bound and rises", () => {
   assert.equal(found[0], 1);
   assert.equal(found.at(-1), 1000);
   assert.ok(found.includes(32) && found.every((value, i) => i === 0 || value > found[i - 1]));
+  assert.deepEqual(stops({ scale: "powers", kind: "integer", low: 1, high: 8 }), [1, 2, 4, 8]);
   assert.equal(stops({ scale: "linear", low: 0, high: 1 }), null);
 });
 

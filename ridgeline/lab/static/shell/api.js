@@ -41,7 +41,7 @@ export async function reach(path, options = {}) {
 }
 
 /** @param {number} ms @param {AbortSignal} signal which ends it with an error */
-function pause(ms, signal) {
+export function pause(ms, signal) {
   return new Promise((done, fail) => {
     const leave = () => { clearTimeout(timer); fail(signal.reason); };
     const timer = setTimeout(() => { signal.removeEventListener("abort", leave); done(null); }, ms);

@@ -7,11 +7,11 @@ const VISIBLE = 6;
 
 /** The values that a slider stops at. @param {any} one */
 export function stops(one) {
-  if (one.scale !== "log") return null;
+  if (one.scale === "linear") return null;
   const found = new Set([one.low, one.high]), isWhole = one.kind === "integer";
   const start = one.low > 0 ? one.low : (one.step ?? 1);
   for (let base = 2 ** Math.floor(Math.log2(start)); base < one.high; base *= 2)
-    for (const part of [1, 1.25, 1.5, 1.75]) {
+    for (const part of one.scale === "log" ? [1, 1.25, 1.5, 1.75] : [1]) {
       const value = isWhole ? Math.round(base * part) : Number((base * part).toPrecision(4));
       if (value > one.low && value < one.high) found.add(value);
     }

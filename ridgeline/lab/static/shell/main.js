@@ -2,12 +2,14 @@
 import { render } from "preact";
 import { useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
 import { html } from "./html.js";
-import { ask, key, needsKey, pages, setKey, text } from "./api.js";
+import { ask, key, needsKey, pages, pause, setKey, text } from "./api.js";
 import { Controls } from "./controls.js";
 import { LiveView } from "./live.js";
 import { Stage } from "./stage.js";
 import { Theme } from "./theme.js";
 import { asCsv, asPng, Figures, Guess, Questions, save, Tables } from "./details.js";
+
+const BETWEEN_MS = 100; // two questions at least, where the first has no answer yet: the server still works on what is given up
 
 /** @param {any} page */
 const defaults = (page) => Object.fromEntries(page.inputs.map((/** @type {any} */ one) => [one.name, one.default]));
@@ -45,11 +47,16 @@ function toAddress(page, inputs) {
  * @param {any} page @param {any} inputs */
 function useAnswer(page, inputs) {
   const [state, setState] = useState(/** @type {any} */ ({ busy: true, share: 0 }));
+  const asked = useRef(-BETWEEN_MS);
   useEffect(() => {
-    const leave = new AbortController();
+    const leave = new AbortController(), early = state.busy ? asked.current + BETWEEN_MS - performance.now() : 0;
+    const askNow = () => {
+      asked.current = performance.now();
+      return ask(page, inputs, leave.signal, (share) => tell({ share }), (answer) => tell({ answer, inputs, fault: undefined, wait: undefined }), (wait) => tell({ wait }));
+    };
     setState((/** @type {any} */ old) => ({ ...old, busy: true, share: 0 }));
     const tell = (/** @type {any} */ news) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, ...news })); };
-    ask(page, inputs, leave.signal, (share) => tell({ share }), (answer) => tell({ answer, inputs, fault: undefined, wait: undefined }), (wait) => tell({ wait }))
+    (early > 0 ? pause(early, leave.signal).then(askNow) : askNow())
       .then((answer) => { if (!leave.signal.aborted) setState({ answer, inputs, busy: false, share: 1 }); })
       .catch((fault) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, busy: false, wait: undefined, fault: fault.message })); });
     return () => leave.abort();
