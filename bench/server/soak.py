@@ -164,14 +164,22 @@ class Soak:
         for text in list(self.known) or [
             json.dumps(self._question()) for _ in range(NUM_QUESTIONS)
         ]:
-            reply = await http.post("/v1/completions", json=json.loads(text))
-            reply.raise_for_status()
+            reply = await self._answered(http, json.loads(text))
             if text in self.known:
                 self._judge(text, _texts(reply.json()))
             else:
                 self.known[text] = _texts(reply.json())
         await self._burst(http)
         self.may_call.set()
+
+    async def _answered(self, http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+        """Just after a kill a server may not know yet that its engine is gone."""
+        end = time.monotonic() + READY_S
+        while True:
+            reply = await http.post("/v1/completions", json=body)
+            if reply.status_code not in RETRYABLE or time.monotonic() > end:
+                return reply.raise_for_status()
+            await asyncio.sleep(0.2)
 
     async def _burst(self, http: httpx.AsyncClient) -> None:
         """More at once, and longer, than the callers ever ask: what the largest step needs is part

@@ -10,13 +10,14 @@ expert, G = 2 * F, N rows and K columns of an expert's matrix.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
 from ridgeline.kernels.fp8_block_linear import Fp8Blocks, dequantize_blocks, num_blocks
+from ridgeline.kernels.launching import shared_memory_bytes
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, num_groups
 from ridgeline.kernels.silu_mul import gated
 from ridgeline.kernels.small_linear import InputNorm
@@ -211,9 +212,17 @@ def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMa
     """By the pairs that an expert has if all have as many, see the figures above. Two tiles of one
     expert read its rows twice, from the L2 cache, whose rate is the limit then: most experts, whose
     numbers of pairs differ by about a root, have one."""
-    rows = -(-tokens * active // gate_up.codes.shape[0])
     if tokens == 1:
         return ExpertsCut(1, _row_tile(gate_up, 2), _row_tile(down, active))
+    cut = _measured_cut(-(-tokens * active // gate_up.codes.shape[0]), gate_up, down)
+    gate_up_tile = _fitted(cut.gate_up, gate_up, 2 * cut.gate_up.block_n, cut.block_m)
+    return ExpertsCut(
+        cut.block_m, gate_up_tile, _fitted(cut.down, down, cut.down.block_n, cut.block_m)
+    )
+
+
+def _measured_cut(rows: int, gate_up: StackedMatrix, down: StackedMatrix) -> ExpertsCut:
+    """For 16-bit x and a Hopper; an expert has so many `rows`."""
     block_m = next((m for m in (16, 32, 64) if rows + 2 * math.sqrt(rows) <= m), 128)
     if gate_up.group or down.group:
         steps = [min(128, matrix.group or 128) for matrix in (gate_up, down)]
@@ -234,6 +243,17 @@ def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMa
     return ExpertsCut(
         128, ExpertTile(128, 64, 8, 4, tma=gate_up_tma), ExpertTile(256, 64, 8, 3, tma=down_tma)
     )
+
+
+def _fitted(tile: ExpertTile, matrix: StackedMatrix, of_w: int, of_x: int) -> ExpertTile:
+    """Fewer steps under way, then shorter ones, where rows of W and of x are more than the shared
+    memory of a multiprocessor: numbers of 32 bits, and smaller cards."""
+    size, room = matrix.codes.element_size(), shared_memory_bytes(matrix.codes.device)
+    while tile.stages * tile.block_k * (of_w * size + of_x * max(size, 2)) > room:
+        is_deep = tile.stages > 2
+        smaller = {"stages": tile.stages - 1} if is_deep else {"block_k": tile.block_k // 2}
+        tile = replace(tile, **smaller)
+    return tile
 
 
 def _row_tile(matrix: StackedMatrix, together: int) -> ExpertTile:

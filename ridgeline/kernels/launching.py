@@ -1,4 +1,4 @@
-"""May a kernel begin while the one before it still runs?
+"""May a kernel begin while the one before it still runs, and what room does it have?
 
 With programmatic dependent launch a kernel is sent off early, does what does not depend on others
 (it calls weights into the cache, say) and waits before it reads what the kernel before has written.
@@ -15,6 +15,7 @@ import torch
 from ridgeline.errors import check
 
 CAPABLE = (9, 0)
+HOPPER_SHARED_BYTES = 227 << 10
 
 
 @lru_cache(maxsize=16)
@@ -28,6 +29,14 @@ def launches_early(device: torch.device) -> bool:
 def has_warpgroup_products(device: torch.device) -> bool:
     """Of this generation alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABLE
+
+
+@lru_cache(maxsize=16)
+def shared_memory_bytes(device: torch.device) -> int:
+    """What a program may have of a multiprocessor's; a Hopper's where there is no GPU."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True, slots=True)

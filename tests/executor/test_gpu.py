@@ -38,7 +38,8 @@ class Silent:
     """A decoder whose answers do not depend on anything, so that only our own code may wait."""
 
     def __init__(self) -> None:
-        self.rows_VV = torch.randn(VOCAB, VOCAB, device="cuda")
+        self.device = torch.device("cuda")
+        self.rows_VV = torch.randn(VOCAB, VOCAB, device=self.device)
         self.layers: list[Any] = []
 
     def forward(self, batch: Any, kv: KVCache) -> torch.Tensor:

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeline.kernels.launching import HOPPER_SHARED_BYTES
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
 
@@ -104,9 +106,16 @@ def experts() -> Iterator[Callable[[], object]]:
     width, room = 256, make_workspace(torch.device("cpu"))
     norm = InputNorm(empty(width), 1e-6)
     load = zeros(16, dtype=torch.int64)
-    for active, inner, is_coded in ((8, 128, False), (2, 4096, False), (2, 128, True)):
+    for active, inner, dtype in (
+        (8, 128, HALF),
+        (2, 4096, HALF),
+        (8, 128, torch.float32),
+        (2, 128, E4M3),
+    ):
         shapes = (16, 2 * inner, width), (16, width, inner)
-        made = [empty(*shape) for shape in shapes]
+        is_coded = dtype == E4M3
+        dtype = HALF if is_coded else dtype
+        made = [empty(*shape, dtype=dtype) for shape in shapes]
         if is_coded:
             scales = [torch.ones(n, rows // 128, k // 128) for n, rows, k in shapes]
             codes = [weight.to(E4M3) for weight in made]
@@ -114,7 +123,7 @@ def experts() -> Iterator[Callable[[], object]]:
         else:
             gate_up, down = map(grouped.StackedMatrix, made)
         for tokens in (1,) if is_coded else (1, 8, 40, 400, 2000):
-            x, chosen = empty(tokens, width), zeros(tokens, active)
+            x, chosen = empty(tokens, width, dtype=dtype), zeros(tokens, active)
             cut = grouped.choose_cut(tokens, active, gate_up, down)
             yield partial(
                 ours.grouped_experts_triton, x, empty(tokens, active, dtype=torch.float32), chosen,
@@ -188,7 +197,8 @@ def main() -> None:
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
-            kernel.run(*args, grid=grid, warmup=True, **options)
+            made = kernel.run(*args, grid=grid, warmup=True, **options)
+            assert made.metadata.shared <= HOPPER_SHARED_BYTES, (kernel.__name__, made.metadata)
             compiled[kernel.__name__] = None
 
         return run

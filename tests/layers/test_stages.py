@@ -45,7 +45,7 @@ class Uneven(RandomSource):
         if values.dim() > 1:
             return values.mul_(10)
         noise = torch.Generator().manual_seed(sum(n * b for n, b in enumerate(name.encode())))
-        return values + torch.randn(values.shape, generator=noise).mul(0.2).to(values.dtype)
+        return values + torch.randn(values.shape, generator=noise).mul(0.2).to(values)
 
 
 def made(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
