@@ -250,9 +250,10 @@ def _fitted(tile: ExpertTile, matrix: StackedMatrix, of_w: int, of_x: int) -> Ex
     memory of a multiprocessor: numbers of 32 bits, and smaller cards."""
     size, room = matrix.codes.element_size(), shared_memory_bytes(matrix.codes.device)
     while tile.stages * tile.block_k * (of_w * size + of_x * max(size, 2)) > room:
-        is_deep = tile.stages > 2
-        smaller = {"stages": tile.stages - 1} if is_deep else {"block_k": tile.block_k // 2}
-        tile = replace(tile, **smaller)
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            tile = replace(tile, block_k=tile.block_k // 2)
     return tile
 
 

@@ -4,6 +4,7 @@ With programmatic dependent launch a kernel is sent off early, does what does no
 (it calls weights into the cache, say) and waits before it reads what the kernel before has written.
 All kernels here that can take part do, where the device can: compute capability 9.0 and later.
 """
+# mypy: disable-error-code="import-untyped, import-not-found"
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def shared_memory_bytes(device: torch.device) -> int:
     """What a program may have of a multiprocessor's; a Hopper's where there is no GPU."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @dataclass(frozen=True, slots=True)
