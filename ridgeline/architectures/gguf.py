@@ -30,7 +30,7 @@ from ridgeline.architectures.gguf_families import (
     own_config,
 )
 from ridgeline.architectures.parts import layer_tensors, shared_tensors, with_biases
-from ridgeline.architectures.rope_config import SHARE
+from ridgeline.architectures.rope_config import SHARE, longrope_growth
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError
 
@@ -39,20 +39,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
 # checkpoint has the halves of each head.
-INTERLEAVED = ("granite", "granitemoe", "llama", "mixtral", "smollm3")
-# Their files say that they are a llama, or a deepseek2 as that of a DeepSeek-V3 does.
-AS_OTHERS = ("deepseek_v2", "kimi_k2", "mistral", "mixtral")
-OTHER_LAYOUTS = (  # their files are not read
-    "arcee",
-    "exaone4",
-    "gemma3",
-    "glm",
-    "minicpm3",
-    "olmo3",
-    "seed_oss",
-)
+INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
+# Their files say that they are a llama, an olmo2, or a deepseek2 as that of a DeepSeek-V3 does.
+AS_OTHERS = ("deepseek_v2", "kimi_k2", "mistral", "mixtral", "olmo3")
+OTHER_LAYOUTS = ("gemma3", "glm")  # their files are not read
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _BLOCK = "blk.{layer}."
 # Role in `ModelSpec.tensor_names` -> name in the file.
 NAMES: Mapping[str, str] = {
@@ -114,11 +107,11 @@ FOREIGN: Mapping[str, tuple[object, ...]] = {
     "use_parallel_residual": (False,),
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
-    "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
-    "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
+
+GROWTH, ATTENTION_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
 # Llama 3's scaling is in the file as one divisor per frequency, without what they were made of.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
@@ -150,11 +143,11 @@ def config_of(
     shapes: Shapes,
     *,
     dtype: str,
-    rope_factors: Sequence[float] | None,
+    rope_factors: Mapping[str, Sequence[float]],
     source: str,
 ) -> dict[str, object]:
     """What config.json would say. `shapes` are those of the tensors, `rope_factors` the numbers of
-    `ROPE_FACTORS` if there is one; `source` is the file. ConfigError names the key."""
+    those for rotations; `source` is the file. ConfigError names the key."""
     name = family_of(metadata, source)
     own = {key[len(name) + 1 :]: v for key, v in metadata.items() if key.startswith(f"{name}.")}
     reader = ConfigReader(own, f"{name}.", source)
@@ -236,7 +229,7 @@ def _head(reader: ConfigReader, hidden: int, heads: int, rotates_part: bool) -> 
 def _rope(
     reader: ConfigReader,
     config: Mapping[str, object],
-    factors: Sequence[float] | None,
+    factors: Mapping[str, Sequence[float]],
     dialect: Dialect,
 ) -> dict[str, object]:
     theta = decimal(reader.number("rope.freq_base", default=10_000.0, low=1.0, high=1e15))
@@ -247,10 +240,16 @@ def _rope(
     found: dict[str, object] = {"rope_theta": theta}
     if kind not in ("none", "linear", "yarn"):
         raise reader.fail("rope.scaling.type", f"is {kind[:60]!r}; read are none, linear, yarn")
-    if factors is not None:
+    if kind != "yarn":
+        reader.refuse(ATTENTION_FACTOR, 1.0)
+    if factors.keys() <= {ROPE_FACTORS}:
+        reader.refuse(GROWTH, 1.0)
+    if factors:
         if kind != "none":
-            raise reader.fail("rope.scaling.type", f"is {kind!r} beside {ROPE_FACTORS}")
-        scaling = _llama3(reader, theta, config["head_dim"], factors)
+            raise reader.fail("rope.scaling.type", f"is {kind!r} beside {next(iter(factors))}")
+        if ROPE_FACTORS not in factors:
+            return found | _longrope(reader, factors)
+        scaling = _llama3(reader, theta, config["head_dim"], factors[ROPE_FACTORS])
         return found | ({} if scaling is None else {"rope_scaling": scaling})
     if kind == "none":
         return found
@@ -264,11 +263,41 @@ def _rope(
         # Of a tenth of it, as the one that scales rotations, which cancel each other.
         tenth = decimal(reader.number(LOG_MULTIPLIER, default=None, low=0.0, high=1e3))
         yarn |= dict.fromkeys(("mscale", "mscale_all_dim"), decimal(10 * tenth))
+    if reader.number(ATTENTION_FACTOR, default=1.0, low=0.0, high=1e3) != 1.0:
+        factor = reader.number(ATTENTION_FACTOR, default=None, low=0.0, high=1e3)
+        yarn["attention_factor"] = decimal(factor)
     for key in ("beta_fast", "beta_slow"):
         if reader.has(f"rope.scaling.yarn_{key}"):
             given = reader.number(f"rope.scaling.yarn_{key}", default=None, low=0.0, high=1e6)
             yarn[key] = decimal(given)
     return found | {"rope_scaling": yarn}
+
+
+def _longrope(reader: ConfigReader, factors: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    """Of files that have divisors for texts within the length the model was trained for, and for
+    longer ones."""
+    for name in (LONG_FACTORS, SHORT_FACTORS):
+        if name not in factors:
+            raise ConfigError(
+                f"{reader.source}: lacks tensor {name!r} beside {next(iter(factors))!r}"
+            )
+    context = reader.integer("context_length", high=MAX_POSITIONS)
+    original = reader.integer(
+        "rope.scaling.original_context_length", high=MAX_POSITIONS, default=context
+    )
+    growth = longrope_growth(context / original, original)
+    if not math.isclose(
+        reader.number(GROWTH, default=growth, low=0.0, high=1e3), growth, rel_tol=1e-5
+    ):
+        raise reader.fail(
+            GROWTH, f"is not the {growth:g} of a context of {original} that grew to {context}"
+        )
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": [decimal(one) for one in factors[LONG_FACTORS]],
+        "short_factor": [decimal(one) for one in factors[SHORT_FACTORS]],
+    }
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
 def _llama3(
@@ -410,6 +439,10 @@ def _of_layer(
         if role == "kv_b" and latent is not None and stored not in found and halves in found:
             values = VALUES_UP.format(layer=index)
             one = Source(values, keys=halves, cuts=(attention.num_heads, latent.qk_nope_head_dim))
+        single = f"blk.{index}.ffn_{base.removeprefix('expert_')}.{{}}.{kind}"
+        if base.startswith("expert") and stored not in found and single.format(0) in found:
+            own |= {name: Source(single.format(at)) for at, name in enumerate(several)}
+            continue
         for at, name in enumerate(several):
             stack = (len(several), *whole) if len(several) > 1 else whole
             own[name] = replace(one, whole=stack, first=before + at * prod(whole))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
+from ridgeline.architectures.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from ridgeline.architectures.gguf_experts import (
     COUNT,
     NEXTN,
@@ -51,9 +51,11 @@ LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # Named by the norm of a Llama that stands there.
 BEHIND = {"pre_feed_forward_norm": f"{_BLOCK}post_attention_norm.weight"}
 DIALECTS: Mapping[str, Dialect] = {
+    "arcee": Dialect("arcee"),
     "cohere2": Dialect("cohere2", "layer_norm_eps", meant=(SCALE, WINDOW)),
     "command-r": Dialect("cohere", "layer_norm_eps", meant=(SCALE,)),
     "deepseek2": Dialect("deepseek_v3", meant=(COUNT, NEXTN, LOG_MULTIPLIER), is_latent=True),
+    "exaone4": Dialect("exaone4", meant=(WINDOW,)),
     "falcon": Dialect("falcon", "layer_norm_epsilon", (QKV,)),
     "gemma": Dialect("gemma"),
     "gemma2": Dialect("gemma2", meant=(WINDOW,)),
@@ -67,6 +69,8 @@ DIALECTS: Mapping[str, Dialect] = {
     "granitemoe": Dialect("granitemoe", meant=("attention.scale", *SCALES, SCALE, COUNT)),
     "hunyuan-dense": Dialect("hunyuan_v1_dense"),
     "llama": Dialect("llama", meant=(COUNT,)),
+    "minicpm3": Dialect("minicpm3", is_latent=True),
+    "olmo2": Dialect("olmo2", meant=(WINDOW,)),
     "phi3": Dialect(
         "phi3",
         together=(QKV, (f"{_BLOCK}ffn_up", ("gate", "up"))),
@@ -75,12 +79,14 @@ DIALECTS: Mapping[str, Dialect] = {
     ),
     "qwen2moe": Dialect("qwen2_moe", meant=(COUNT,)),
     "qwen3moe": Dialect("qwen3_moe", meant=(COUNT,)),
+    "seed_oss": Dialect("seed_oss", names=BEHIND),
     "smollm3": Dialect("smollm3"),
     "stablelm": Dialect("stablelm", "layer_norm_eps", meant=(PARALLEL,), rotates_part=True),
     "starcoder2": Dialect("starcoder2", "norm_epsilon"),
 }
 LLAMA = Dialect("")
 GELU = "gelu_pytorch_tanh"
+LARGEST_EXAONE = 64, 4096  # layers, tokens of a window
 LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of those with 27 billion parameters
 
 
@@ -100,6 +106,16 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         return found | {"use_qk_norm": Q_NORM in shapes, "attention_bias": has_biases}
     if name.startswith("gemma"):
         return _gemma(name, reader)
+    if name == "arcee":
+        return {"hidden_act": "relu2", "mlp_bias": "blk.0.ffn_up.bias" in shapes}
+    if name == "seed_oss":
+        return {"attention_out_bias": "blk.0.attn_output.bias" in shapes}
+    if name == "olmo2" and reader.integer(WINDOW, low=0, high=MAX_POSITIONS, default=0):
+        return {"model_type": "olmo3", **_windows(reader)}
+    if name == "exaone4":
+        return _windows(reader)
+    if name == "minicpm3":
+        return _minicpm3(reader, shapes)
     if name == "deepseek2":
         return deepseek(reader, shapes)
     if name == "glm4moe":
@@ -129,6 +145,35 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         window = reader.integer(WINDOW, low=0, high=MAX_POSITIONS)
         return {"sliding_window": window or None}
     return {}
+
+
+def _windows(reader: ConfigReader) -> dict[str, object]:
+    """Files say which layers look back on a window since there are any; earlier ones are of models
+    in which each fourth layer sees everything. Of the first EXAONE 4 llama.cpp knows by the number
+    of layers that it has windows."""
+    layers = reader.integer("block_count", high=MAX_LAYERS)
+    default = LARGEST_EXAONE[1] if layers == LARGEST_EXAONE[0] else 0
+    window = reader.integer(WINDOW, low=0, high=MAX_POSITIONS, default=default)
+    looks_back = reader.flags(f"{WINDOW}_pattern", length=layers)
+    if looks_back is None:
+        looks_back = tuple(bool(window) and index % 4 > 0 for index in range(1, layers + 1))
+    kinds = [("full_attention", "sliding_attention")[one] for one in looks_back]
+    return {"sliding_window": window or None, "layer_types": kinds}
+
+
+def _minicpm3(reader: ConfigReader, shapes: Shapes) -> dict[str, object]:
+    """Its multipliers are not in the file: llama.cpp knows those of the one model that there is,
+    which config.json has as defaults, too."""
+    heads, head = reader.integer("attention.head_count"), reader.integer("attention.key_length")
+    rotated = reader.integer("rope.dimension_count", high=head - 1)
+    rows = shapes.get("blk.0.attn_kv_b.weight", (0,))[0]
+    return {
+        "kv_lora_rank": reader.integer("attention.kv_lora_rank"),
+        "q_lora_rank": reader.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head - rotated,
+        "v_head_dim": rows // heads - head + rotated,
+    }
 
 
 def _multipliers(reader: ConfigReader) -> dict[str, object]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.gguf import (
+    LONG_FACTORS,
     ROPE_FACTORS,
+    SHORT_FACTORS,
     Source,
     config_of,
     drafting_blocks,
@@ -28,6 +30,7 @@ from ridgeline.loader.gguf_layout import locate
 from ridgeline.loader.header import TensorEntry
 
 MAX_FACTORS = 4096  # half of the widest head
+FOR_ROTATIONS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,9 @@ def read_gguf_model(path: Path) -> GGUFModel:
         header.metadata,
         {name: entry.shape for name, entry in found.items()},
         dtype=_dtype(found),
-        rope_factors=_rope_factors(header, found),
+        rope_factors={
+            name: _rope_factors(header, found[name]) for name in FOR_ROTATIONS if name in found
+        },
         source=str(path),
     )
     try:
@@ -91,19 +96,16 @@ def _dtype(found: Mapping[str, TensorEntry]) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_factors(header: GGUFHeader, found: Mapping[str, TensorEntry]) -> tuple[float, ...] | None:
-    entry = found.get(ROPE_FACTORS)
-    if entry is None:
-        return None
+def _rope_factors(header: GGUFHeader, entry: TensorEntry) -> tuple[float, ...]:
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
-        refuse(header.path, f"tensor {ROPE_FACTORS!r} is no short list of F32")
+        refuse(header.path, f"tensor {entry.name!r} is no short list of F32")
     try:
         with open_file(header.path) as file:
             file.seek(entry.start)
             raw = file.read(entry.end - entry.start)
         return struct.unpack(f"<{entry.shape[0]}f", raw)
     except (OSError, struct.error) as error:
-        refuse(header.path, f"tensor {ROPE_FACTORS!r} cannot be read ({error})")
+        refuse(header.path, f"tensor {entry.name!r} cannot be read ({error})")
 
 
 def _entries(
@@ -122,7 +124,7 @@ def _entries(
         own = size if source.keys else math.prod(shape) * size // count
         entries[name] = TensorEntry(name, entry.dtype, shape, start, start + own)
     used = {name for source in wanted.values() for name in (source.name, source.keys)}
-    extra = sorted(found.keys() - used - {ROPE_FACTORS})
+    extra = sorted(found.keys() - used - {*FOR_ROTATIONS})
     if extra:
         shown = ", ".join(repr(name[:80]) for name in extra[:3])
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""

@@ -11,6 +11,7 @@ from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.gguf import (
     LLAMA3_HIGH,
     LLAMA3_LOW,
+    ROPE_FACTORS,
     config_of,
     decimal,
     readable_families,
@@ -60,9 +61,8 @@ SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
 
 
 def spec_of(name: str, *, factors: list[float] | None = None, **more: object) -> ModelSpec:
-    found = config_of(
-        metadata(name, **more), SHAPES, dtype="float16", rope_factors=factors, source="m.gguf"
-    )
+    told, given = metadata(name, **more), {} if factors is None else {ROPE_FACTORS: factors}
+    found = config_of(told, SHAPES, dtype="float16", rope_factors=given, source="m.gguf")
     return read_spec(found)
 
 
@@ -98,7 +98,7 @@ def test_the_spec_is_that_of_the_config(name: str) -> None:
         metadata(name),
         {"token_embd.weight": (100, 64)},
         dtype="float16",
-        rope_factors=None,
+        rope_factors={},
         source="m.gguf",
     )
     assert read_spec(tied).tie_embeddings
@@ -153,9 +153,7 @@ def test_every_tensor_has_a_name_in_the_file(name: str) -> None:
 
 def test_biases_are_seen_by_their_tensors() -> None:
     shapes = SHAPES | {"blk.0.attn_q.bias": (64,)}
-    config = config_of(
-        metadata("llama"), shapes, dtype="float16", rope_factors=None, source="m.gguf"
-    )
+    config = config_of(metadata("llama"), shapes, dtype="float16", rope_factors={}, source="m.gguf")
     spec = read_spec(config)
     assert spec.layers[0].attention.qkv_bias
     assert sources(spec)["model.layers.1.self_attn.k_proj.bias"].heads == 2
@@ -164,7 +162,7 @@ def test_biases_are_seen_by_their_tensors() -> None:
 def test_ends_are_all_that_the_file_names() -> None:
     keys = {"bos_token_id": 1, "eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 2}
     told = metadata("llama") | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    spec = read_spec(config_of(told, SHAPES, dtype="float16", rope_factors=None, source="m.gguf"))
+    spec = read_spec(config_of(told, SHAPES, dtype="float16", rope_factors={}, source="m.gguf"))
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 7))
 
 

@@ -7,6 +7,7 @@ What becomes of each tensor follows that program, family by family. The names co
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.layers.reference_models import YARN, ReferenceModel, tiny_config
+from tests.layers.reference_models import LLAMA3, LONGROPE, YARN, ReferenceModel, tiny_config
 from tests.layers.test_agreement import CONFIGS as AGREEMENT
 from tests.loader.gguf_write import Raw, gguf_file, interleaved
 
@@ -71,6 +73,31 @@ CONFIGS = AGREEMENT | {
         partial_rotary_factor=0.5,
         norm_topk_prob=True,
     ),
+    "minicpm3 of a file": tiny_config(
+        "minicpm3",
+        qk_rope_head_dim=12,
+        rope_scaling=LONGROPE,
+        original_max_position_embeddings=512,
+        max_position_embeddings=512,
+    ),
+    "olmo3 of a file": tiny_config(
+        "olmo3",
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_theta=500000.0,
+        rope_scaling=YARN | {"attention_factor": 1.3},
+    ),
+    "seed_oss of a file": tiny_config("seed_oss", attention_out_bias=True, rope_scaling=YARN),
+    "arcee of a file": tiny_config(
+        "arcee", hidden_act="relu2", attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "exaone4 of a file": tiny_config(
+        "exaone4",
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "exaone4 without windows": AGREEMENT["exaone4 no windows"]
+    | {"rope_theta": 1e6, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
     "qwen3_moe wide": tiny_config(
         "qwen3_moe",
         hidden_size=256,
@@ -97,6 +124,7 @@ CONFIGS = AGREEMENT | {
 
 # Case -> architecture, and what its own part of the converter says.
 CASES: dict[str, tuple[str, Values]] = {
+    "arcee of a file": ("arcee", {}),
     "cohere of a file": ("command-r", {"logit_scale": (6, 0.25)}),
     "cohere2 of a file": (
         "cohere2",
@@ -106,6 +134,8 @@ CASES: dict[str, tuple[str, Values]] = {
     "deepseek_v2 lite": ("deepseek2", {}),
     "deepseek_v3": ("deepseek2", {"expert_gating_func": (4, 2), "expert_weights_norm": (7, True)}),
     "deepseek_v3 of a file": ("deepseek2", {}),
+    "exaone4 of a file": ("exaone4", {}),
+    "exaone4 without windows": ("exaone4", {}),
     "falcon": ("falcon", {"attention.head_count_kv": (4, 1)}),
     "falcon groups": ("falcon", {}),
     "gemma odd heads": ("gemma", {}),
@@ -126,11 +156,16 @@ CASES: dict[str, tuple[str, Values]] = {
     "granitemoe": ("granitemoe", {}),
     "granitemoe biased": ("granitemoe", {}),
     "hunyuan alpha": ("hunyuan-dense", {"rope.freq_base": (6, 874339.31)}),
+    "minicpm3 of a file": ("minicpm3", {"attention.key_length": (4, 24)}),
     "mixtral": ("llama", {}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {}),
+    "olmo3 of a file": ("olmo2", {}),
     "phi3 part of a head": ("phi3", {"rope.dimension_count": (4, 12)}),
     "qwen2_moe": ("qwen2moe", {}),
     "qwen3_moe of a file": ("qwen3moe", {}),
+    "seed_oss tied": ("seed_oss", {}),
+    "seed_oss of a file": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
     "stablelm": (
         "stablelm",
@@ -139,8 +174,9 @@ CASES: dict[str, tuple[str, Values]] = {
     "stablelm side by side": ("stablelm", {"rope.dimension_count": (4, 4)}),
     "starcoder2": ("starcoder2", {}),
 }
-# The same with rows of whole blocks.
+# The same with rows of whole blocks, and of a context that has grown.
 WIDE: dict[str, tuple[str, Values]] = {
+    "phi3 within the trained length": ("phi3", {"rope.dimension_count": (4, 12)}),
     "qwen3_moe wide": ("qwen3moe", {}),
     "deepseek wide": ("deepseek2", {}),
     "gpt_oss wide": CASES["gpt_oss"],
@@ -182,6 +218,7 @@ SCALING = {
     "original_max_position_embeddings": ("original_context_length", 4),
     "beta_fast": ("yarn_beta_fast", 6),
     "beta_slow": ("yarn_beta_slow", 6),
+    "attention_factor": ("yarn_attn_factor", 6),
 }
 
 
@@ -208,6 +245,18 @@ def metadata_of(config: Any, arch: str, *, is_older: bool) -> Values:
         for key, (name, kind) in SCALING.items():
             if rope.get(key) is not None:
                 found[f"rope.scaling.{name}"] = (kind, rope[key])
+    if arch == "minicpm3":
+        others = re.compile("expert|leading_dense|_scale$")
+        found = {key: value for key, value in found.items() if not others.search(key)}
+    if rope.get("rope_type") == "longrope" and arch == "phi3":
+        original, whole = rope["original_max_position_embeddings"], config.max_position_embeddings
+        growth = math.sqrt(1 + math.log(whole / original) / math.log(original))
+        found["rope.scaling.original_context_length"] = (4, original)
+        found["rope.scaling.attn_factor"] = (6, growth)
+    if arch in ("exaone4", "olmo2") and getattr(config, "sliding_window", None):
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        found["attention.sliding_window"] = (4, config.sliding_window)
+        found["attention.sliding_window_pattern"] = (9, (7, kinds))
     if arch == "gpt-oss":
         found["expert_feed_forward_length"] = (4, config.intermediate_size)
     if arch in ("deepseek2", "glm4moe") and getattr(config, "norm_topk_prob", False):
@@ -257,7 +306,9 @@ def converted(config: Any, name: str, tensor: torch.Tensor, *, is_older: bool) -
     kind = config.model_type
     if kind.startswith("gemma") and name.endswith("norm.weight"):
         return {name: tensor + 1.0}
-    if kind in ("granite", "granitemoe", "mixtral", "smollm3") and re.search("[qk]_proj", name):
+    if kind in ("granite", "granitemoe", "mixtral", "smollm3", "arcee") and re.search(
+        "[qk]_proj", name
+    ):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return {name: interleaved(tensor, heads)}
     if kind == "gpt2" and tensor.dim() == 2 and ".h." in name:
@@ -272,7 +323,7 @@ def converted(config: Any, name: str, tensor: torch.Tensor, *, is_older: bool) -
         return _of_gpt_oss(name, tensor)
     if name.endswith("e_score_correction_bias"):
         return {name.replace("_bias", ".bias"): tensor}
-    if name.endswith("kv_b_proj.weight") and not is_older:
+    if name.endswith("kv_b_proj.weight") and not is_older and kind != "minicpm3":
         size = config.qk_nope_head_dim + config.v_head_dim
         by_head = tensor.view(-1, size, tensor.shape[-1])
         keys, values = by_head[:, : config.qk_nope_head_dim], by_head[:, -config.v_head_dim :]
@@ -314,6 +365,22 @@ def looked_up(reference: ReferenceModel, *, is_older: bool = False) -> Tensors:
     return found
 
 
+def for_rotations(config: Any) -> Tensors:
+    """By what frequencies are divided, of models that the converter writes it of."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        parts = {
+            "rope_factors_long.weight": "long_factor",
+            "rope_factors_short.weight": "short_factor",
+        }
+        return {name: torch.tensor(rope[key]) for name, key in parts.items()}
+    if rope.get("rope_type") == "llama3":
+        inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](config, None)
+        sizes = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return {"rope_freqs.weight": (rope["rope_theta"] ** -sizes / inverse).clamp(min=1.0)}
+    return {}
+
+
 @cache
 def names() -> dict[str, dict[str, str]]:
     """Architecture -> name of a module, in layer 0 if it is in one -> its name in a file."""
@@ -352,6 +419,7 @@ def write(
         gguf_name(name, arch): tensor.contiguous()
         for name, tensor in looked_up(reference, is_older=is_older).items()
     }
+    tensors |= for_rotations(reference.model.config)
     kept = {n: t for n, t in (tensors | (more or {})).items() if n not in without}
     stored = {n: t if raw is None else raw(n, t) for n, t in kept.items()}
     path.write_bytes(gguf_file(metadata, stored))

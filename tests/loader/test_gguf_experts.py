@@ -165,3 +165,21 @@ def test_what_cannot_be_is_named(name: str, changes: Changes, match: str, tmp_pa
     with pytest.raises(ConfigError, match=match) as caught:
         read_config(path)
     assert str(path) in str(caught.value)
+
+
+def test_each_expert_as_tensors_of_its_own(tmp_path: Path) -> None:
+    """As the first files of Mixtral have them."""
+    seen: dict[str, torch.Tensor] = {}
+    write(tmp_path / "new.gguf", "mixtral", raw=lambda name, tensor: seen.setdefault(name, tensor))
+    stacks = {name: tensor for name, tensor in seen.items() if "_exps" in name}
+    alone = {
+        name.replace("_exps", f".{at}"): tensor
+        for name, stack in stacks.items()
+        for at, tensor in enumerate(stack)
+    }
+    assert "blk.2.ffn_down.3.weight" in alone
+    write(tmp_path / "old.gguf", "mixtral", more=alone, without=list(stacks))
+    assert torch.equal(logits(tmp_path / "old.gguf")[0], logits(tmp_path / "new.gguf")[0])
+    write(tmp_path / "x.gguf", "mixtral", more=alone, without=[*stacks, "blk.1.ffn_up.2.weight"])
+    with pytest.raises(ConfigError, match=r"lacks tensor 'blk\.1\.ffn_up\.2\.weight'"):
+        logits(tmp_path / "x.gguf")

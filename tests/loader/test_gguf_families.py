@@ -55,3 +55,21 @@ def test_what_a_file_says_of_others_is_refused(tmp_path: Path) -> None:
     write(path, "starcoder2", keys={"use_parallel_residual": (7, True)})
     with pytest.raises(ConfigError, match="use_parallel_residual is True"):
         LLM(str(path), device="cpu")
+
+
+def test_positions_that_have_grown(tmp_path: Path) -> None:
+    """Phi-3 files of the longer context: divisors for both lengths as tensors, and what scores grow
+    by as a key."""
+    path = tmp_path / "model.gguf"
+    reference = write(path, "phi3 within the trained length")
+    for num, served in ((24, 128), (160, 512)):
+        ids = prompts(7, (num,))["r0"]
+        with LLM(str(path), **OPTIONS, max_model_len=served) as llm:
+            found = llm.logits(ids).cpu()
+        torch.testing.assert_close(found, reference.logits(ids), atol=1e-4, rtol=1e-4)
+    write(path, "phi3 within the trained length", keys={"rope.scaling.attn_factor": (6, 1.5)})
+    with pytest.raises(ConfigError, match=r"attn_factor is not the 1\.13\d* of a context of 128"):
+        LLM(str(path), device="cpu")
+    write(path, "phi3 within the trained length", without=["rope_factors_short.weight"])
+    with pytest.raises(ConfigError, match=r"lacks tensor 'rope_factors_short\.weight' beside"):
+        LLM(str(path), device="cpu")
