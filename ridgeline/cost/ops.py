@@ -434,7 +434,7 @@ def experts_hit(num_experts: int, num_active: int, num_tokens: int) -> float:
 
 
 def attention_ops(
-    kinds: dict[AttentionSpec, int], features: StepFeatures, layout: Layout, precision: Precision
+    kinds: Mapping[AttentionSpec, int], features: StepFeatures, layout: Layout, precision: Precision
 ) -> Iterator[Op]:
     for (kind, count), sums in zip(kinds.items(), features.attention, strict=True):
         if features.num_decodes:

@@ -7,7 +7,7 @@ the output matrix sees how many rows need logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import mul
 
@@ -77,23 +77,44 @@ class StepFeatures(msgspec.Struct, frozen=True, gc=False):
         return 0 < self.num_decodes < self.num_requests and not self.is_verification
 
 
-def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
-    """Layers that cost the same, and how many there are of each. Most layers are one object, which
-    is hashed once."""
+Counts = tuple[Mapping[LayerSpec, int], Mapping[AttentionSpec, int]]
+MAX_COUNTED = 64
+# The latest models that were counted: told apart by identity, as hashing one takes longer.
+_counted: dict[int, tuple[ModelSpec, Counts]] = {}
+
+
+def distinct_layers(spec: ModelSpec) -> Mapping[LayerSpec, int]:
+    """Layers that cost the same, and how many there are of each."""
+    return _counts(spec)[0]
+
+
+def attention_kinds(spec: ModelSpec) -> Mapping[AttentionSpec, int]:
+    """Kinds of attention that cost the same, and how many layers have each."""
+    return _counts(spec)[1]
+
+
+def _counts(spec: ModelSpec) -> Counts:
+    known = _counted.get(id(spec))
+    if known is not None and known[0] is spec:
+        return known[1]
+    layers = _distinct_layers(spec)
+    kinds: dict[AttentionSpec, int] = {}
+    for layer, count in layers.items():
+        kind = attention_kind(layer.attention)
+        kinds[kind] = kinds.get(kind, 0) + count
+    if len(_counted) >= MAX_COUNTED:
+        _counted.clear()
+    _counted[id(spec)] = (spec, (layers, kinds))
+    return layers, kinds
+
+
+def _distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
+    """Most layers are one object, which is hashed once."""
     counts: dict[LayerSpec, int] = {}
     one_of = {id(layer): layer for layer in spec.layers}
     for key, count in Counter(map(id, spec.layers)).items():
         counts[one_of[key]] = counts.get(one_of[key], 0) + count
     return counts
-
-
-def attention_kinds(spec: ModelSpec) -> dict[AttentionSpec, int]:
-    """Kinds of attention that cost the same, and how many layers have each."""
-    kinds: dict[AttentionSpec, int] = {}
-    for layer, count in distinct_layers(spec).items():
-        kind = attention_kind(layer.attention)
-        kinds[kind] = kinds.get(kind, 0) + count
-    return kinds
 
 
 def attention_kind(attention: AttentionSpec) -> AttentionSpec:

@@ -1,9 +1,11 @@
 """What if the requests of the last minutes had come to the engine under another setting?
 
 The simulator replays them twice: as the engine is set, and as the reader asks. A step takes its
-price, times what the steps of this engine took over their prices. What prompts found in the prefix
-cache is left out of them. Requests that have not ended, or got no token, are not replayed. A replay
-ends at its next step when nobody waits for it any more.
+price, times what the steps of this engine took over their prices. Prompts that began alike do so
+again, in made-up tokens, and find in the prefix cache what it then holds, which is nothing at
+first; what one found that began like none of these requests is left out of it. Requests that have
+not ended, or got no token, are not replayed. A replay ends at its next step when nobody waits for
+it any more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ridgeline.simulator.executor import Speculation
 from ridgeline.simulator.options import PLANS_AHEAD_S, Machine, Options
 from ridgeline.simulator.report import RequestTimeline, spread
 from ridgeline.simulator.simulation import Simulation
-from ridgeline.simulator.workload import Arrival, in_order
+from ridgeline.simulator.workload import FRESH_TOKEN, Arrival, Workload, in_order
 
 WINDOW_S = 600.0
 MAX_STEPS = 100_000  # of a replay, if no two requests shared one: older requests are left out
@@ -51,11 +53,13 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """`largest_queue`: requests that waited for their first step at once; None: not recorded."""
+    """`largest_queue`: requests that waited for their first step at once; None: not recorded.
+    `num_cached_tokens`: of prompts, found in the prefix cache or left out."""
 
     first_token_p50_s: float | None
     first_token_p99_s: float | None
     tokens_per_s: float
+    num_cached_tokens: int
     largest_queue: int | None = None
     num_refused: int = 0
 
@@ -168,24 +172,59 @@ def _replayed(
         max_num_batched_tokens=setting.max_num_batched_tokens,
         max_num_mixed_tokens=header.max_num_mixed_tokens,
         block_size=size,
+        prefix_caching=header.prefix_caching,
         speculation=_speculation(found, setup),
         computes_in_submit=header.computes_in_submit,
         plans_ahead_s=None if header.computes_in_submit else PLANS_AHEAD_S,
     )
     machine = Machine(pricer, num_blocks, header.windows)
-    work = in_order(
-        Arrival(one.arrival, max(1, one.num_prompt_tokens - one.num_cached_tokens),
-                one.num_output_tokens, tenant=bytes.fromhex(one.tenant))
-        for one in requests
-    )  # fmt: skip
+    work = _arrivals(found, requests)
     report = Simulation(machine, work, options, rng=Random(0)).run()
     summary = report.summary()
     return Seen(
         summary.ttft_s.p50,
         summary.ttft_s.p99,
         summary.output_tokens_per_s,
+        sum(one.num_prompt_tokens for one in requests)
+        - sum(one.num_input for one in work)
+        + sum(one.num_cached for one in report.requests),
         _largest_queue(report.requests),
         summary.num_refused,
+    )
+
+
+def _arrivals(found: Evidence, requests: Sequence[TimeBreakdown]) -> Workload:
+    """In made-up tokens: a prompt begins as that of an earlier request did, or as its answer went
+    on, and has one token that is its own from there on."""
+    order = sorted(requests, key=lambda one: one.arrival)
+    others = {one.request_id for one in requests}
+    order += [one for one in found.time_breakdowns if one.request_id not in others]
+    place = {one.request_id: i for i, one in enumerate(order)}
+    prompts: dict[str, tuple[int, ...]] = {}
+
+    def prompt(name: str) -> tuple[int, ...]:
+        if name not in prompts:
+            one, filler = order[place[name]], FRESH_TOKEN + place[name]
+            other, num_alike = found.beginnings.get(name, ("", 0))
+            begun: tuple[int, ...] = ()
+            if num_alike:
+                answer = (FRESH_TOKEN + place[other],) * order[place[other]].num_output_tokens
+                begun = (prompt(other) + answer)[: min(num_alike, one.num_prompt_tokens)]
+            prompts[name] = begun + (filler,) * (one.num_prompt_tokens - len(begun))
+        return prompts[name]
+
+    for name in found.beginnings:
+        prompt(name)
+    return in_order(
+        Arrival(
+            one.arrival,
+            len(known := prompts.get(one.request_id, ()))
+            or max(1, one.num_prompt_tokens - one.num_cached_tokens),
+            one.num_output_tokens,
+            prompt=known,
+            tenant=bytes.fromhex(one.tenant),
+        )
+        for one in order[: len(requests)]
     )
 
 
@@ -221,7 +260,8 @@ def _measured(requests: Sequence[TimeBreakdown]) -> Seen:
     took = spread(one.first_token - one.arrival for one in requests if one.first_token is not None)
     span_s = max(one.until for one in requests) - min(one.arrival for one in requests)
     num_tokens = sum(one.num_output_tokens for one in requests)
-    return Seen(took.p50, took.p99, num_tokens / span_s if span_s else 0.0)
+    num_cached = sum(one.num_cached_tokens for one in requests)
+    return Seen(took.p50, took.p99, num_tokens / span_s if span_s else 0.0, num_cached)
 
 
 def _sentence(now: Setting, other: Setting, today: Seen, asked: Seen) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ridgeline.architectures import read_spec
 from ridgeline.cost.pricer import Pricer
@@ -31,7 +31,9 @@ class RecentStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All times in seconds. `time_breakdowns` are those that ended, `active` those that have not,
-    up to `now`. `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it
+    up to `now`. `beginnings`: of requests that ended, an earlier one whose tokens, answer included,
+    began alike, and for how many tokens, in whole blocks, as far as the prefix cache hashed them.
+    `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it
     is known (a log has the prompts)."""
 
     header: EngineHeader
@@ -43,6 +45,7 @@ class Evidence:
     num_finished: int
     prompt_reuse: float | None = None
     cpu: CpuTime | None = None  # None: not known
+    beginnings: dict[str, tuple[str, int]] = field(default_factory=dict)
     expert_load: tuple[float, ...] = ()  # as `Run.expert_load`; a log does not have it
 
 
@@ -91,6 +94,7 @@ class RunRecord(Run):
             ),
             num_finished=self.requests.num_finished,
             cpu=self.cpu_until(now),
+            beginnings=self.requests.beginnings(self.header.block_size),
             expert_load=self.expert_load(),
         )
 

@@ -10,6 +10,7 @@ shared by tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ from ridgeline.step import Listener, PricedStep, ScheduledRequest, StepPlan
 
 NANO = 1_000_000_000
 MAX_FINISHED = 256  # that are kept, the latest: of all together, and of each tenant
+MAX_HASHES = 1024  # of the blocks of a request that ended
 MAX_TENANTS = 256  # whose ended requests are kept apart, those who had one last
 
 
@@ -88,6 +90,8 @@ class RequestTimes:
         # Apart, so that nobody can count from what is missing how much the others asked.
         self._ended: OrderedDict[str, deque[TimeBreakdown]] = OrderedDict()
         self._steady: _Steady | None = None
+        # The hashes of their blocks, by request, as the prefix cache goes on making them.
+        self._block_hashes: dict[str, list[bytes]] = {}
 
     def add(self, request: Request, now: float) -> None:
         arrival = min(request.arrival_time, now)
@@ -95,6 +99,7 @@ class RequestTimes:
         self.active[request.request_id] = TimeBreakdown(
             request.request_id, arrival, num_prompt, Parts(), arrival, tenant=request.tenant.hex()
         )
+        self._block_hashes[request.request_id] = request.block_hashes
 
     def take(
         self, plan: StepPlan, outputs: Sequence[RequestOutput], now: float
@@ -126,6 +131,10 @@ class RequestTimes:
             return
         _settle([breakdown], now, running, last_ended)
         breakdown.ended, breakdown.end = now, reason
+        if len(self.finished) == self.finished.maxlen:
+            self._block_hashes.pop(self.finished[0].request_id, None)
+        if len(hashes := self._block_hashes.get(request_id, [])) > MAX_HASHES:
+            self._block_hashes[request_id] = hashes[:MAX_HASHES]
         self.finished.append(breakdown)
         self.num_finished += 1
         if breakdown.tenant:
@@ -149,6 +158,20 @@ class RequestTimes:
         )
         _settle(active, now, running, last_ended)
         return tuple(finished), active
+
+    def beginnings(self, block_size: int) -> dict[str, tuple[str, int]]:
+        """Of those that ended: an earlier one that began alike, and for how many tokens."""
+        first_with: dict[bytes, str] = {}
+        found = {}
+        ended = {one.request_id for one in self.finished}
+        for name, hashes in self._block_hashes.items():
+            if name not in ended:
+                continue
+            num_alike = bisect_left(hashes, True, key=lambda each: each not in first_with)
+            if num_alike:
+                found[name] = (first_with[hashes[num_alike - 1]], num_alike * block_size)
+            first_with |= dict.fromkeys(hashes[num_alike:], name)
+        return found
 
     def on_priced(self, step: PricedStep) -> None:
         steady = self._steady

@@ -247,6 +247,13 @@ def test_what_if_replays_the_last_requests(shared: Running) -> None:
         assert one["sentence"].startswith("With max_num_seqs 1 instead of 64: 99 % of first tokens")
         two = asking(max_num_seqs=1, num_replicas=2)
         assert two["asked"]["first_token_p99_s"] < one["asked"]["first_token_p99_s"]
+        cached = [same["measured"]["num_cached_tokens"], same["today"]["num_cached_tokens"]]
+        for _ in range(2):
+            assert ask(http, "a prompt of several blocks, and asked again " * 4, 2) == 200
+        shared.wait_until_idle()
+        again = asking()
+        num_found = again["measured"]["num_cached_tokens"] - cached[0]
+        assert num_found == again["today"]["num_cached_tokens"] - cached[1] > 0
         for setting, words in (
             ({"max_num_seqs": 0}, "max_num_seqs must be between 1 and 16384"),
             ({"kv": "bf7"}, "kv is 'bf7'; choose one of auto, fp8"),
@@ -331,9 +338,12 @@ def replayed(
     num_drafts: int = 0,
     scale: float = 2.0,
     is_unwanted: Callable[[], bool] = lambda: False,
+    beginnings: dict[str, tuple[str, int]] | None = None,
+    third: int = 2 * PROMPT,
     **setting: object,
 ) -> dict[str, Any]:
-    """Three requests of PROMPT and ANSWER tokens that came at once, a fourth too long ago."""
+    """Three requests of PROMPT and ANSWER tokens that came at once, a fourth too long ago. As many
+    were in the cache; the third prompt has `third` in all."""
     header = EngineHeader(
         num_blocks=400, block_size=16, windows=(None,), max_num_batched_tokens=64, max_num_seqs=8,
         policy="fcfs", max_in_flight=1, prefix_caching=True, starvation_limit=8, max_preemptions=3,
@@ -342,13 +352,14 @@ def replayed(
     drafts = DraftTotals()
     drafts.num_looked[0] = drafts.num_right[0] = 9
     rows = tuple(
-        TimeBreakdown(f"{when}-{i}", when, 2 * PROMPT, Parts(), when + 1, num_output_tokens=ANSWER,
-                      num_cached_tokens=PROMPT)
+        TimeBreakdown(f"{when}-{i}", when, third if i == 2 else 2 * PROMPT, Parts(), when + 1,
+                      num_output_tokens=ANSWER, num_cached_tokens=PROMPT)
         for i, when in enumerate((1000.0, 1000.0, 1000.0, 1.0))
     )  # fmt: skip
     evidence = Evidence(
         header=header, now=1002.0, totals=Totals(9, scale, 1.0, drafts=drafts),
         time_breakdowns=rows, active=(), recent=(), num_finished=4,
+        beginnings=beginnings or {},
     )  # fmt: skip
     return dict(json.loads(what_if(msgspec.json.encode(evidence), setting, is_unwanted)))
 
@@ -370,6 +381,21 @@ def test_a_replay_takes_what_its_steps_take() -> None:
     # A draft that is always right halves the steps, whose price hardly differs.
     faster = replayed(num_drafts=1)["today"]["tokens_per_s"] / found["today"]["tokens_per_s"]
     assert 1.5 < faster < 2.0
+
+
+def test_a_replay_finds_prompts_that_began_alike() -> None:
+    """Two blocks of the second prompt are the first one's; of the third one three are the second's
+    prompt and the beginning of its answer."""
+    pricer = small_pricer()
+    alike = {"1000.0-1": ("1000.0-0", 32), "1000.0-2": ("1000.0-1", 48)}
+    found = replayed(beginnings=alike, third=56, max_num_seqs=1)
+    assert found["measured"]["num_cached_tokens"] == 3 * PROMPT
+    assert found["asked"]["num_cached_tokens"] == 32 + 48
+    prompts_s = [pricer.seconds(((2 * PROMPT, 0),)), pricer.seconds(((8, 32),))]
+    decodes_s = sum(pricer.seconds(((1, 2 * PROMPT + i),)) for i in range(ANSWER - 1))
+    asked_s = 2 * (sum(prompts_s) + decodes_s)
+    assert found["asked"]["first_token_p50_s"] == pytest.approx(asked_s, 1e-9)
+    assert replayed()["asked"]["num_cached_tokens"] == 3 * PROMPT  # left out of the prompts
 
 
 def test_a_replay_that_nobody_waits_for_ends_within_a_step() -> None:

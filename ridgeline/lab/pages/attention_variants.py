@@ -6,8 +6,9 @@ What it keeps, reads and multiplies is counted from that description like that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import cycle
 from typing import Annotated
 
@@ -26,7 +27,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.throughput import decode_shape
 from ridgeline.errors import RequestFault
 from ridgeline.figures import memory, number, percent, seconds
-from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, pricer_of
+from ridgeline.lab.machine import Cache, FoldedDevice, FoldedWeights, Model, pricer_of, spec_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
 STEP = "ridgeline.cost.roofline.ideal_seconds"
@@ -122,8 +123,11 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
             f"{', '.join(map(str, divisors))}",
             param="kv_heads",
         )
-    found = [_counted(setup, spec, name, title, inputs) for name, title, spec in _variants(
-        setup.spec, base, inputs)]  # fmt: skip
+    ways = _variants(
+        inputs.model, inputs.kv_heads, inputs.latent, inputs.rotated, inputs.window,
+        inputs.full_every, inputs.shared_by,
+    )  # fmt: skip
+    found = [_counted(setup, spec, name, title, inputs) for name, title, spec in ways]
     drawing = Drawing(
         setup.device.label,
         setup.device.ridge(setup.precision.short_dtype),
@@ -163,29 +167,34 @@ def _plain(attention: AttentionSpec) -> AttentionSpec:
     )
 
 
+@lru_cache(maxsize=8)  # those that a slider was at last: other inputs leave the models as they are
 def _variants(
-    spec: ModelSpec, base: AttentionSpec, inputs: Inputs
-) -> Iterator[tuple[str, str, ModelSpec]]:
+    model: str,
+    kv_heads: int,
+    latent: int,
+    rotated: int,
+    window: int,
+    full_every: int,
+    shared_by: int,
+) -> tuple[tuple[str, str, ModelSpec], ...]:
     """(name, title, model)"""
-    grouped = replace(base, num_kv_heads=inputs.kv_heads)
-    yield "MHA", "one KV head each", _with(spec, [base])
-    yield "GQA", f"groups of {base.num_heads // inputs.kv_heads}", _with(spec, [grouped])
-    yield "MQA", "one KV head for all", _with(spec, [replace(base, num_kv_heads=1)])
-    latent = LatentSpec(inputs.latent, inputs.rotated, base.head_dim, base.head_dim)
-    head_dim = base.head_dim + inputs.rotated
-    yield "MLA", "latent vectors", _with(
-        spec, [replace(base, head_dim=head_dim, latent=latent)]
-    )  # fmt: skip
-    narrow = replace(grouped, window=inputs.window)
-    every = [narrow] * (inputs.full_every - 1) + [grouped]
-    yield (
-        "GQA, windows",
-        f"in {inputs.full_every - 1} of {inputs.full_every} layers",
-        (_with(spec, every)),
-    )
+    spec = spec_of(model)
+    base = _plain(spec.layers[0].attention)
+    grouped = replace(base, num_kv_heads=kv_heads)
+    vectors = LatentSpec(latent, rotated, base.head_dim, base.head_dim)
+    joint = replace(base, head_dim=base.head_dim + rotated, latent=vectors)
+    every = [replace(grouped, window=window)] * (full_every - 1) + [grouped]
     # Whose cache a layer reads costs nothing, so that all may be one object, which is priced once.
-    shared = [grouped] + [replace(grouped, cache_layer=0)] * (inputs.shared_by - 1)
-    yield "GQA, shared", f"by {inputs.shared_by} layers", _with(spec, shared)
+    shared = [grouped] + [replace(grouped, cache_layer=0)] * (shared_by - 1)
+    ways = (
+        ("MHA", "one KV head each", [base]),
+        ("GQA", f"groups of {base.num_heads // kv_heads}", [grouped]),
+        ("MQA", "one KV head for all", [replace(base, num_kv_heads=1)]),
+        ("MLA", "latent vectors", [joint]),
+        ("GQA, windows", f"in {full_every - 1} of {full_every} layers", every),
+        ("GQA, shared", f"by {shared_by} layers", shared),
+    )
+    return tuple((name, title, _with(spec, attentions)) for name, title, attentions in ways)
 
 
 def _with(spec: ModelSpec, attentions: Sequence[AttentionSpec]) -> ModelSpec:

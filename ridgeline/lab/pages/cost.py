@@ -380,7 +380,7 @@ def _questions(case: _Case, drawing: Drawing, pays: float) -> list[Question]:
 PAGE = Page(
     "cost",
     "Cost",
-    "A token costs what the device costs while it makes it, so the batch and the idle hours decide",
+    "A token costs what the device costs while making it, so the batch and the idle hours decide.",
     "Plan",
     Inputs,
     answer,

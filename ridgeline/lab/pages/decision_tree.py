@@ -21,7 +21,7 @@ from ridgeline.cost.hardware import find_device
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent
 from ridgeline.lab.machine import spec_of
-from ridgeline.lab.page import Answer, Figure, Page, Preset, Question, Table, control
+from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 from ridgeline.planner.estimate import Estimate, Priced, estimates_of, under
 from ridgeline.planner.plan import (
     Plan,
@@ -93,7 +93,7 @@ class Inputs(msgspec.Struct, frozen=True):
     length: Annotated[str, control("texts", choices=tuple(LENGTHS))] = "chat"
     budget: Annotated[str, control("budget", choices=tuple(BUDGETS))] = "open"
     formats: Annotated[
-        str, control("formats", "weights as published on one device each, or all that is priced",
+        str, control("formats", "published weights in served layouts, or all that is priced",
                      choices=FORMATS, is_folded=True)] = "as published"
 # fmt: on
 
@@ -206,7 +206,16 @@ def answer(inputs: Inputs) -> Iterator[float | Answer[Drawing]]:
         _figures(found),
         [_choices_table(drawing), _out_table(found)],
         _questions(inputs, found, drawing),
+        _guess(found),
     )
+
+
+def _guess(found: Plan) -> Guess | None:
+    best = _best(found)
+    if best is None or best.estimate.hardware.offer.price is None:
+        return None
+    return Guess("What does an hour of the cheapest machine that keeps the promise cost?", "$",
+                 best.cost)  # fmt: skip
 
 
 def _choice(name: str, found: Estimate | None, rate: float, is_taken: bool) -> Choice:
@@ -334,7 +343,7 @@ def _taken(branch: Branch) -> Choice:
 PAGE = Page(
     "decision_tree",
     "Which machine?",
-    "Seven answers lead to a plan with its command, and to what would change it",
+    "Seven answers lead to a plan with its command, and to what would change it.",
     "Plan",
     Inputs,
     answer,

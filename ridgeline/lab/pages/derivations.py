@@ -412,7 +412,7 @@ def _questions(inputs: Inputs) -> list[Question]:
 PAGE = Page(
     "derivations",
     "Derive it",
-    "Five rules of thumb, step by step, graded by the functions that the engine itself uses",
+    "Five rules of thumb, step by step, graded by the functions that the engine itself uses.",
     "Prove it",
     Inputs,
     answer,

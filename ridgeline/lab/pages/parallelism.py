@@ -403,7 +403,7 @@ def _questions(
 PAGE = Page(
     "parallelism",
     "Parallelism",
-    "Devices share the weights and pay with messages, whose latency outweighs their bytes",
+    "Devices share the weights and pay with messages, whose latency outweighs their bytes.",
     "What helps",
     Inputs,
     answer,

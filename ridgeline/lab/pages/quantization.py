@@ -394,7 +394,7 @@ def _place(drawing: Drawing, name: str) -> int:
 PAGE = Page(
     "quantization",
     "Quantization",
-    "Fewer bits: fewer bytes to read, coarser weights, and no gain where arithmetic binds",
+    "Fewer bits: fewer bytes to read, coarser weights, and no gain where arithmetic binds.",
     "What helps",
     Inputs,
     answer,

@@ -1,5 +1,5 @@
 // How many tokens a second does each way make, how near is it to what memory gives, and what does each token take?
-import { axisX, axisY, linear, log } from "lab/svg.js";
+import { apart, axisX, axisY, linear, log } from "lab/svg.js";
 import { number, scaled, seconds } from "lab/format.js";
 
 const COLOURS = ["var(--waiting)", "var(--kv)", "var(--weights)", "var(--compute)"];
@@ -34,12 +34,13 @@ function tokens(h, d, width, colour) {
   const height = width < 520 ? 230 : 260, left = 58, right = width - (width < 520 ? 12 : 82), top = 30, bottom = height - 38;
   const all = d.ways.flatMap((/** @type {any} */ one) => one.token_s), count = Math.max(...d.ways.map((/** @type {any} */ one) => one.token_s.length));
   const x = linear([2, count + 1], [left, right]), y = log([Math.min(...all) / 1.5, Math.max(...all) * 1.5], [bottom, top]);
+  const names = apart(d.ways.map((/** @type {any} */ one, /** @type {number} */ i) => ({ x: right, y: y(one.token_s[one.token_s.length - 1]) + (width < 520 ? -6 : 4), text: one.name, i })));
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="Time of each token by each way">
     <text class="strong" x="0" y="14">Time of each token</text>
     ${axisX({ scale: x, y: bottom, top, ticks: x.ticks(6).filter((/** @type {number} */ v) => Number.isInteger(v)), label: "token of the answer", end: right })}
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(4), format: seconds })}
-    ${d.ways.map((/** @type {any} */ one, /** @type {number} */ i) => h`<g key=${one.name}><polyline points=${one.token_s.map((/** @type {number} */ s, /** @type {number} */ t) => `${x(t + 2)},${y(s)}`).join(" ")} fill="none" stroke=${colour(i)} stroke-width="2.5" />
-      <text class="halo" x=${width < 520 ? right : right + 6} y=${y(one.token_s[one.token_s.length - 1]) + (width < 520 ? -6 : 4)} text-anchor=${width < 520 ? "end" : "start"} fill=${colour(i)}>${one.name}</text></g>`)}
+    ${d.ways.map((/** @type {any} */ one, /** @type {number} */ i) => h`<g key=${one.name}><polyline points=${one.token_s.map((/** @type {number} */ s, /** @type {number} */ t) => `${x(t + 2)},${y(s)}`).join(" ")} fill="none" stroke=${colour(i)} stroke-width="2.5" /></g>`)}
+    ${names.map((/** @type {any} */ one) => h`<text key=${one.text} class="halo" x=${width < 520 ? right : right + 6} y=${one.y} text-anchor=${width < 520 ? "end" : "start"} fill=${colour(one.i)}>${one.text}</text>`)}
   </svg>`;
 }
 

@@ -57,7 +57,7 @@ function chip(h, d, step, width, height) {
   const visit = step > 0 ? d.visits[step - 1] : null, top = 60, row = (height - top - 58) / 4;
   const isLast = visit && (step === d.visits.length || d.visits[step].row_tile !== visit.row_tile);
   const isTight = width < 420;
-  const columns = isTight ? [0, width * 0.1, width * 0.27, width * 0.46, width * 0.62, width * 0.78] : [0, width * 0.1, width * 0.335, width * 0.49, width * 0.635, width * 0.775];
+  const columns = isTight ? [0, width * 0.09, width * 0.25, width * 0.43, width * 0.58, width * 0.715] : [0, width * 0.1, width * 0.335, width * 0.49, width * 0.635, width * 0.775];
   const heads = isTight ? ["", "max", "factor", "exp", "sum", isLast ? "o / sum" : "output"] : ["row", "maximum", "factor", "weights", "sum", isLast ? "output / sum" : "output"];
   const finite = d.scores.flat().filter((/** @type {any} */ one) => one !== null);
   const scale = linear([Math.min(...finite), Math.max(...finite)], [0, width * (isTight ? 0.13 : 0.2)]);
@@ -96,7 +96,7 @@ function traffic(h, d, inputs, width) {
   const at = Math.max(left, Math.min(right, x(inputs.tokens))), saved = d.unfused_bytes / d.tiled_bytes;
   const end = at > width * 0.6, a = y(d.unfused_bytes), b = y(d.tiled_bytes);
   const side = at + (end ? -10 : 10), anchor = end ? "end" : "start", isFar = at > width - 120;
-  const other = isFar ? side : at + 10, otherAnchor = isFar ? "end" : "start";
+  const other = isFar ? side : at + 16, otherAnchor = isFar ? "end" : "start";
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="Bytes moved by one head: ${scaled(d.unfused_bytes, "B")} with scores in memory, ${scaled(d.tiled_bytes, "B")} with tiles">
     <text class="muted" x="0" y="12">bytes moved by one head</text>
     ${axisX({ scale: x, y: bottom, top, format: (v) => v.toLocaleString("en-US"), ticks: [64, 512, 4096, 32768, ...(width < 520 ? [] : [131072])], label: "tokens", end: right })}

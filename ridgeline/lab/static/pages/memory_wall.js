@@ -27,6 +27,7 @@ function roof(h, d, inputs, act, width) {
   const labels = apart(d.operators.filter((/** @type {any} */ one) => one.share > MIN_LABELLED).map((/** @type {any} */ one) => ({
     x: x(one.intensity) + radius(one) + 4, y: y(one.rate) + 4, text: one.name.replaceAll("_", " "), one,
   })));
+  const below = Math.max(0, ...labels.map((/** @type {any} */ one) => one.y + 5 - bottom)); // they are moved up together
   const drag = (/** @type {PointerEvent} */ event) => {
     const svg = /** @type {SVGElement} */ (event.currentTarget).closest("svg");
     if (!event.buttons || !svg) return;
@@ -51,7 +52,7 @@ function roof(h, d, inputs, act, width) {
     <polyline points=${d.trail.map(at).join(" ")} fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="1 5" stroke-linecap="round" />
     ${d.operators.map((/** @type {any} */ one) => h`<circle key=${one.name} cx=${x(one.intensity)} cy=${y(one.rate)} r=${radius(one)} fill="var(--${one.holds})" fill-opacity=".82" stroke="var(--panel)">
       <title>${one.name}: ${seconds(one.seconds)}, ${number(100 * one.share)} % of the step, bound by ${one.bound}</title></circle>`)}
-    ${labels.map((/** @type {any} */ one) => h`<text key=${one.one.name} class="halo" x=${one.x} y=${one.y} fill="var(--${one.one.holds})">${one.text}</text>`)}
+    ${labels.map((/** @type {any} */ one) => h`<text key=${one.one.name} class="halo" x=${one.x} y=${one.y - below} fill="var(--${one.one.holds})">${one.text}</text>`)}
     <g onPointerMove=${drag} onPointerDown=${drag} class="handle">
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="22" fill="transparent" />
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="9" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />
@@ -62,7 +63,8 @@ function roof(h, d, inputs, act, width) {
 
 /** The words along the slope. @param {any} h @param {any} x @param {any} y @param {any} d @param {number} low @param {boolean} isNarrow */
 function slope(h, x, y, d, low, isNarrow) {
-  const from = low * 1.2, to = from * 10;
+  const middle = Math.sqrt(low * d.ridge), isLow = d.step.intensity < middle;
+  const from = isLow ? middle : low * 1.2, to = from * 10;
   const angle = (Math.atan2(y(to * d.bandwidth) - y(from * d.bandwidth), x(to) - x(from)) * 180) / Math.PI;
   const px = x(from), py = y(from * d.bandwidth) - 8;
   return h`<text class="halo muted" transform="translate(${px} ${py}) rotate(${angle})">${isNarrow ? "" : "memory: "}${scaled(d.bandwidth, "B/s")}</text>`;

@@ -184,6 +184,7 @@ function Explain({ id }) {
 const FIGURES = /** @type {[string, string, (value: number) => string][]} */ ([
   ["first_token_p50_s", "first token, median", seconds], ["first_token_p99_s", "first token, 99 %", seconds],
   ["tokens_per_s", "tokens per second", number], ["largest_queue", "largest queue", number],
+  ["num_cached_tokens", "prompt tokens found in the cache", number],
 ]);
 
 /** The last minutes of traffic, replayed by the simulator under another setting. */
@@ -209,5 +210,5 @@ function WhatIf() {
     ${told && html`<p role="status">${told.sentence}</p>
       <table class="plain"><thead><tr><th></th><th scope="col">happened</th><th scope="col">replayed as it is</th><th scope="col">as you ask</th></tr></thead>
       <tbody>${FIGURES.map(([name, words, write]) => html`<tr key=${name}><th scope="row">${words}</th>${[told.measured, told.today, told.asked].map((seen) => cell(seen[name], write))}</tr>`)}</tbody></table>
-      <p class="note">${number(told.num_requests)} requests that ended, simulated at ${number(told.scale)} times the price of each step, as this engine's steps took. What their prompts found in the prefix cache is left out.</p>`}`;
+      <p class="note">${number(told.num_requests)} requests that ended, simulated at ${number(told.scale)} times the price of each step, as this engine's steps took. Prompts that began alike do so again; the prefix cache is empty at first, and what a prompt found that began like none of these is left out of it.</p>`}`;
 }

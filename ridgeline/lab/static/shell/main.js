@@ -65,7 +65,7 @@ function useAnswer(page, inputs) {
 }
 
 /** A number stays with its unit. @param {string} text */
-const unbroken = (text) => text.replace(/(\d) (?=\S)/g, "$1\u00a0");
+const unbroken = (text) => text.replace(/(\d) us\b/g, "$1 µs").replace(/(\d) (?=\S)/g, "$1\u00a0");
 
 /** A fault of a drawing is shown in its place. @param {{draw: any, state: any, act: any, width: number}} props */
 function Drawing({ draw, state, act, width }) {

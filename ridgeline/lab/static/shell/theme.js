@@ -11,5 +11,5 @@ export function Theme() {
     localStorage.setItem("ridgeline-theme", THEMES[at]);
   }, [at]);
   return html`<button type="button" class="theme" onClick=${() => setAt((at + 1) % THEMES.length)} aria-label="theme: ${THEMES[at]}">
-    <span aria-hidden="true">${SIGNS[at]} </span>${THEMES[at]}</button>`;
+    <span aria-hidden="true">${SIGNS[at]} </span><span class="word">${THEMES[at]}</span></button>`;
 }
