@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from ridgeline.asked import check_ranks
 from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
+from ridgeline.distributed.links import SECRET_VARIABLE
 from ridgeline.server.auth import KEY_VARIABLE
 from ridgeline.server.config import ServeConfig, check_serve_numbers
 from ridgeline.server.engine_client import EXIT_WAIT_S
@@ -68,6 +70,22 @@ def config(request: pytest.FixtureRequest) -> ServeConfig:
 def test_every_command_line_is_one_of_the_server(config: ServeConfig) -> None:
     check_serve_numbers(config)
     assert config.port == 8000
+
+
+def test_ranks_of_several_pods_meet() -> None:
+    ranks, service = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text("utf-8"))
+    group = ranks["spec"]["leaderWorkerTemplate"]
+    leader, worker = group["leaderTemplate"], group["workerTemplate"]
+    [driver], [other] = leader["spec"]["containers"], worker["spec"]["containers"]
+    config = serve_config(parse(driver["args"]))
+    check_serve_numbers(config)
+    check_ranks(config.engine)
+    assert config.engine.num_ranks == group["size"]
+    assert parse(other["args"]).join == config.engine.join_address
+    for container in (driver, other):
+        assert SECRET_VARIABLE in [entry["name"] for entry in container["env"]]
+    assert KEY_VARIABLE in [entry["name"] for entry in driver["env"]]
+    assert service["spec"]["selector"].items() <= leader["metadata"]["labels"].items()
 
 
 def test_who_listens_to_the_network_asks_for_a_key() -> None:

@@ -24,13 +24,13 @@ MAX_LINES = {
     "architectures": 5_083,  # without the files of families
     "attention": 2_180,  # latent attention: three more backends; sinks
     "benchmark": 1_150,
-    "cli": 6_369,  # how experts are chosen, sinks and shared caches, in inspect; the lab
+    "cli": 6_378,  # how experts are chosen, sinks and shared caches, in inspect; the lab
     "compression": 1_352,  # norms with a bias
     # Memories of a device, tiles of attention; stages and layers of a step one by one: for the lab.
     "cost": 5_737,
     "demo": 40,
     "devices": 530,
-    "distributed": 1_750,  # gloo, shared memory; links to ranks, who starts them, who is stuck
+    "distributed": 1_761,  # gloo, shared memory; links to ranks, who starts them, who is stuck
     "evaluation": 745,
     "executor": 3_479,
     "kernels": 23_347,  # experts in grouped products; latent attention; sums of ranks
@@ -44,10 +44,10 @@ MAX_LINES = {
     "observe": 2_435,  # how evenly experts are used
     "planner": 1_391,  # ways to spread a replica, an answer in closed form
     "quantization": 3_062,  # how far off a format is, for the lab
-    "router": 610,  # first tokens predicted: speeds, cached beginnings, failures
+    "router": 663,  # first tokens predicted: speeds, cached beginnings, failures
     "sampling": 900,
     "scheduler": 3_585,  # blocks change hands together, in half the CPU time
-    "server": 10_506,  # the words of its options; pages for browsers, and what they watch
+    "server": 10_963,  # the words of its options; pages for browsers, and what they watch
     "simulator": 2_370,  # lanes of slots; replicas that are lost, and what a router sees of them
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_174,
@@ -58,7 +58,7 @@ MAX_FAMILY_LINES = 130
 # So is a page of the lab.
 PAGES = "ridgeline.lab.pages."
 MAX_PAGE_LINES = 420
-MAX_FILES = 458  # of Python, families and pages apart; the lab, and what the server shows of it
+MAX_FILES = 459  # of Python, families and pages apart; the lab, and what the server shows of it
 MAX_PROTOCOLS = 26
 MAX_FUNCTION_LINES = 80
 LONGER: dict[str, int] = {}  # that are to be made shorter, not longer

@@ -54,6 +54,7 @@ def _router() -> str:
     rows: list[tuple[str, str, tuple[str, ...], str]] = [
         (name, "gauge", ("backend",), text) for name, (text, _) in route_metrics.GAUGES.items()
     ]
+    rows.append(("replicas_wanted", "gauge", (), route_metrics.WANTED))
     for name, (text, labels) in route_metrics.COUNTERS.items():
         rows.append((name, "counter", labels, text))
     for name, (text, label) in route_metrics.READ.items():

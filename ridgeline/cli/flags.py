@@ -104,7 +104,14 @@ def _reader(name: str, field: Field) -> Callable[[str], object]:
         return byte_size
     if name == "speculate":
         return speculation
+    if name == "replicas":
+        return number_or_range
     return {"integer": int, "number": float}.get(field.kind, str)
+
+
+def number_or_range(text: str) -> str:
+    """N or MIN:MAX, which a file of settings may write as a number."""
+    return text
 
 
 def add_model(parser: Parser, *, takes_names: bool = False) -> None:

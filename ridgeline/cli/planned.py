@@ -46,7 +46,7 @@ def check_machine(found: Mapping[str, Any], config: ServeConfig, path: str) -> N
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: [plan]: {error}; write it anew: ridgeline plan --out") from None
     joins = config.engine.launcher == "join"
-    needed = config.replicas * (1 if joins else config.engine.num_ranks)
+    needed = config.num_replicas[0] * (1 if joins else config.engine.num_ranks)
     here = _cpus(plan) if plan.kind == "cpu" else _gpus()
     if here[plan.device] >= needed:
         return

@@ -87,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
         from ridgeline.cli.planned import check_machine
 
         check_machine(args.parser.planned, config, args.plan)
-    if config.replicas > 1:
+    if config.engine.launcher == "ray":
+        from ridgeline.server.ray_app import serve_on_ray as serve
+    elif config.num_replicas[1] > 1:
         from ridgeline.server.replicas import serve_replicas as serve
     else:
         from ridgeline.server.lifecycle import serve

@@ -24,6 +24,8 @@ from ridgeline.registry import opened
 
 PLACE_S = 1.5  # for free resources to be given to us
 KILL_S = 5.0
+PREFIX = "ridgeline-ray-"
+MOST_LETTERS = 32  # of the folder for temporary files: the paths of Ray's sockets have at most 107
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours is kept there
 WORKER = "ridgeline.worker:join"
 LOOPBACK = "127.0.0.1"
@@ -56,7 +58,8 @@ class Cluster:
             self._start(num_cpus)
 
     def _start(self, num_cpus: int) -> None:
-        self.folder = tempfile.mkdtemp(prefix="ridgeline-ray-")
+        is_short = len(tempfile.gettempdir()) <= MOST_LETTERS
+        self.folder = tempfile.mkdtemp(prefix=PREFIX, dir=None if is_short else "/tmp")
         self.ray.init(
             address="local",
             num_cpus=max(num_cpus, os.cpu_count() or 1),
@@ -70,6 +73,9 @@ class Cluster:
         """What was ours ends."""
         if self._is_ours:
             self.ray.shutdown()
+        self.remove_files()
+
+    def remove_files(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -81,12 +87,17 @@ class Cluster:
     @property
     def own_host(self) -> str:
         """The address of this machine that the others reach."""
-        return LOOPBACK if len(self.nodes()) == 1 else str(self.ray.util.get_node_ip_address())
+        return LOOPBACK if len(self.nodes()) == 1 else node_address()
 
     def has_gpu(self, config: EngineConfig) -> bool:
         """Whether ranks run on GPUs."""
         is_free = config.device == "auto"
         return config.device == "cuda" or (is_free and self.ray.cluster_resources().get("GPU", 0))
+
+
+def node_address() -> str:
+    """Of this machine, as Ray knows it."""
+    return str(import_module("ray.util").get_node_ip_address())
 
 
 def unit_of(config: EngineConfig, *, on_gpu: bool) -> Resources:

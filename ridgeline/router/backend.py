@@ -3,7 +3,10 @@ failures; times are passed in."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 
 import msgspec
 
@@ -17,17 +20,68 @@ LATE_MULTIPLE, LATE_S = 4.0, 5.0  # of a first token, over what was predicted
 RETRY_SHARE = 0.1  # of requests
 SPARE_RETRIES = 10.0  # that a router begins with, and saves up at most
 CHARACTERS_PER_TOKEN = 4.0  # until answers tell
+BUSY = 0.7  # of a server's time that is meant to be used
+GIVEN_UP = 0.8  # of what is meant to be used, below which one server fewer will do
 SMOOTHING = 0.1  # weight of the newest answer's
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How a server of ours stands. Requests, seconds and prompt tokens a second; null: unknown."""
+    """How a server of ours stands. Requests, seconds and prompt tokens a second; null: unknown.
+    `answer_s`: how much of its time an average answer takes when all its places are taken."""
 
     running: int
     waiting: int
     wait_s: float | None
     prompt_tokens_per_s: float | None
     step_s: float | None
+    answer_s: float | None = None
+
+
+class Arrivals:
+    """What came in the last `window_s` seconds, and how many servers it keeps busy."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._came: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0
+        self._began: float | None = None
+
+    def add(self, now: float, num_tokens: int) -> None:
+        """A request with so many tokens to read."""
+        self._began = now if self._began is None else self._began
+        self._came.append((now, num_tokens))
+        self._num_tokens += num_tokens
+
+    def need(self, now: float, loads: Iterable[Load]) -> float | None:
+        """At the speed that such servers tell, corrected by what steps took of late; None: none
+        tells one. What waits now should be gone within a quarter of the window. One that is always
+        at work counts as 1 / BUSY servers, so that some is spare."""
+        while self._came and self._came[0][0] <= now - self._window_s:
+            self._num_tokens -= self._came.popleft()[1]
+        told = [
+            (load.prompt_tokens_per_s, load.answer_s, load.waiting)
+            for load in loads
+            if load.prompt_tokens_per_s is not None and load.answer_s is not None
+        ]
+        if not told:
+            return None
+        token_s = sum(1 / rate for rate, _, _ in told) / len(told)
+        answer_s = sum(seconds for _, seconds, _ in told) / len(told)
+        work_s = self._num_tokens * token_s + len(self._came) * answer_s
+        waiting_s = sum(num for *_, num in told) * answer_s
+        soon_s = self._window_s / 4
+        known_s = now - (now if self._began is None else self._began)
+        return (work_s / min(self._window_s, max(known_s, soon_s)) + waiting_s / soon_s) / BUSY
+
+
+def replicas_wanted(need: float | None, num_now: int, least: int, most: int) -> int:
+    """One is given up only when those that are left have room to spare."""
+    if need is None:
+        return min(max(num_now, least), most)
+    wanted = ceil(need)
+    if wanted < num_now:
+        wanted = min(num_now, ceil(need / GIVEN_UP))
+    return min(max(wanted, least), most)
 
 
 class Breaker:
@@ -134,6 +188,7 @@ class Backend:
     url: str
     prefixes: Prefixes
     is_up: bool = False
+    is_leaving: bool = False  # it finishes what it has
     reason: str = "it has not answered yet"
     models: tuple[str, ...] = ()
     load: Load | None = None
@@ -143,7 +198,7 @@ class Backend:
     characters_per_token: float = CHARACTERS_PER_TOKEN
 
     def is_ready(self, now: float) -> bool:
-        return self.is_up and self.breaker.admits(now)
+        return self.is_up and not self.is_leaving and self.breaker.admits(now)
 
     @property
     def speed(self) -> ReadingSpeed:

@@ -259,15 +259,18 @@ def _load(service: Service, request: Request) -> Response:
     served."""
     service.check_ready()
     gauges, ready, costs = service.engine.gauges, service.engine.ready, service.engine.gauges.costs
-    rate = step_s = None
+    rate = step_s = answer_s = None
     if ready is not None and ready.speeds:
         rate, step_s = ready.speeds[min(gauges.num_running.bit_length(), len(ready.speeds) - 1)]
+        answer_s = (
+            service.engine.service_rate.answer_tokens * ready.speeds[-1][1] / ready.max_num_seqs
+        )
         if costs is not None:
             now = service.clock.now()
             late = service.correction.ratio(now, costs.measured_s, costs.expected_s)
-            rate, step_s = rate / late, step_s * late
+            rate, step_s, answer_s = rate / late, step_s * late, answer_s * late
     wait_s = service.engine.service_rate.wait_s(gauges.num_waiting) if gauges.num_waiting else 0.0
-    return _json(Load(gauges.num_running, gauges.num_waiting, wait_s, rate, step_s))
+    return _json(Load(gauges.num_running, gauges.num_waiting, wait_s, rate, step_s, answer_s))
 
 
 def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -9,8 +10,11 @@ import msgspec
 from ridgeline import log
 from ridgeline.config import EngineConfig, check_numbers
 from ridgeline.declared import check_fields, says
+from ridgeline.errors import ConfigError
 from ridgeline.router import POLICIES
 
+REPLICAS = re.compile(r"(?P<least>\d{1,3})(:(?P<most>\d{1,3}))?")
+MAX_REPLICAS = 64
 DEFAULT_BUILDER = "ridgeline.build:build_without_text"
 
 # What is below the least here would refuse everybody, or let the server end or kill what is well.
@@ -130,6 +134,14 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     allow_anyone_on_the_network_without_a_key: Annotated[
         bool, says("listen beyond this machine although no key is set")
     ] = False
+    need_window_s: Annotated[
+        float,
+        says(
+            "of a router: how far back requests count for how many servers are needed",
+            ge=1.0,
+            le=3600.0,
+        ),
+    ] = 60.0
     log_level: Annotated[
         str,
         says(
@@ -153,8 +165,14 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
 
     engine: EngineConfig
     replicas: Annotated[
-        int, says("so many servers behind one address", ge=1, le=64, is_common=True)
-    ] = 1
+        str,
+        says(
+            "so many servers behind one address, at most 64; with --launcher ray also MIN:MAX, as "
+            "many as are needed for what came of late",
+            metavar="N",
+            is_common=True,
+        ),
+    ] = "1"
     admin_port: (
         Annotated[
             Port,
@@ -207,6 +225,21 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
     ] = True
     builder: str = DEFAULT_BUILDER
 
+    @property
+    def num_replicas(self) -> tuple[int, int]:
+        """The least and the most. Raises ConfigError."""
+        found = REPLICAS.fullmatch(self.replicas)
+        least = int(found["least"]) if found else 0
+        most = int(found["most"] or least) if found else 0
+        if not 1 <= least <= most <= MAX_REPLICAS:
+            raise ConfigError(
+                f"replicas is {self.replicas!r}; write a number from 1 to {MAX_REPLICAS}, or with"
+                " launcher ray MIN:MAX"
+            )
+        if least < most and self.engine.launcher != "ray":
+            raise ConfigError(f"replicas {self.replicas} needs launcher ray; else give one number")
+        return least, most
+
 
 class RouteConfig(Listening, frozen=True, kw_only=True):
     """Where to listen, for whom, and between which servers to choose."""
@@ -235,3 +268,4 @@ def check_serve_numbers(config: ServeConfig) -> None:
     check_numbers(config.engine)
     check_fields(config)
     check_fields(config.limits)
+    _ = config.num_replicas

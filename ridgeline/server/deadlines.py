@@ -49,6 +49,11 @@ class ServiceRate:
             return None
         return num_before * self._answer * self._seconds / self._tokens
 
+    @property
+    def answer_tokens(self) -> float:
+        """Of an average answer."""
+        return self._answer
+
     def run_s(self, num_tokens: int) -> float:
         """Seconds of an answer of at most so many tokens, once it has begun."""
         step_s = self._seconds * (1 - MEMORY) / (1 - MEMORY**self._num_steps)

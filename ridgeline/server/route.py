@@ -30,7 +30,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.log import say
 from ridgeline.observe.latency import Traffic
 from ridgeline.router import POLICIES
-from ridgeline.router.backend import Backend, Load, Placed, RetryBudget
+from ridgeline.router.backend import Arrivals, Backend, Load, Placed, RetryBudget
 from ridgeline.router.policies import NoReplica, RequestView, RouterPolicy
 from ridgeline.router.prefixes import Names, Prefixes, names_of
 from ridgeline.server.admission import Admission
@@ -140,7 +140,8 @@ class RouterService(Drained):
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._is_watching = False
         self.cards: dict[str, list[dict[str, object]]] = {}  # of /v1/models, by backend
-        self.metrics = RouteMetrics(self.backends, clock, self.traffic)
+        self.arrivals = Arrivals(config.need_window_s)
+        self.metrics = RouteMetrics(self.backends, clock, self.traffic, self.need)
         self._exchanges: set[Exchange] = set()
         for url in config.backends:
             if not self.add(url):
@@ -156,6 +157,19 @@ class RouterService(Drained):
         if self._is_watching:
             self._watch(self.backends[-1])
         return True
+
+    def remove(self, url: str) -> None:
+        """It is gone for good."""
+        (backend,) = (one for one in self.backends if one.url == url)
+        self.backends.remove(backend)
+        self.cards.pop(url, None)
+        self._watchers.pop(url).cancel()
+        self.connections.pop(url).close()
+
+    def need(self) -> float | None:
+        """How many servers what came of late would keep busy."""
+        loads = [one.load for one in self.backends if one.is_up and one.load is not None]
+        return self.arrivals.need(self.clock.now(), loads)
 
     def begin(self) -> None:
         """Watch the backends, in the running loop."""
@@ -312,6 +326,8 @@ class RouterService(Drained):
                 raise ApiError(
                     "engine_unavailable", "no server of this model can be reached; try again soon"
                 ) from None
+            if not tried:
+                self.arrivals.add(self.clock.now(), placed.num_to_read)
             tried.add(backend)
             attempt = Attempt(self, backend, placed, scope, send, body)
             try:

@@ -43,6 +43,7 @@ READ = {  # counters that stand elsewhere, with their label
     "breaker_opened_total": ("How often its breaker opened.", "backend"),
     "refused_total": ("Requests that the router refused, by code.", "code"),
 }
+WANTED = "Servers that what came of late keeps busy, at the speed they tell, with some spare."
 HISTOGRAMS = {
     "first_token_seconds": "From sending a streamed request to the first bytes of its answer.",
     "predicted_first_token_seconds": "The same as it was predicted, of the same requests.",
@@ -50,7 +51,14 @@ HISTOGRAMS = {
 
 
 class RouteMetrics(Collector):
-    def __init__(self, backends: Sequence[Backend], clock: Clock, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        clock: Clock,
+        traffic: Traffic,
+        need: Callable[[], float | None],
+    ) -> None:
+        self._need = need
         self._backends = backends
         self._clock = clock
         self._traffic = traffic
@@ -90,6 +98,8 @@ class RouteMetrics(Collector):
             for backend in self._backends:
                 gauge.add_metric((backend.url,), float(read(backend, now)))
             yield gauge
+        if (need := self._need()) is not None:
+            yield GaugeMetricFamily(PREFIX + "replicas_wanted", WANTED, value=need)
         for name, (text, label) in READ.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=(label,))
             for value, number in self._read(name):

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +31,32 @@ SAMPLING = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=Tru
 NUM_CPUS = 4
 
 
-def processes_of_ray() -> set[str]:
-    """Those that descend from this one."""
-    mine, found = {os.getpid()}, set()
-    for _ in range(4):
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(words[1]) in mine and words[0] != "Z":
-                mine.add(int(path.name))
-                found.add(path.name)
+def descendants(pid: int) -> set[int]:
+    """Those that live."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            words = path.read_text().rpartition(")")[2].split()
+            if words[0] != "Z":
+                parents[int(path.parent.name)] = int(words[1])
+    found: set[int] = set()
+    while more := {one for one, parent in parents.items() if parent in {pid, *found}} - found:
+        found |= more
     return found
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Nothing of it is left: no process, no file, no shared memory."""
-    before = processes_of_ray(), set(os.listdir("/dev/shm"))
+    before = descendants(os.getpid()), set(os.listdir("/dev/shm"))
     started = Cluster(NUM_CPUS)
     folder = Path(started.folder or "")
     assert folder.is_dir()
-    assert len(processes_of_ray()) > len(before[0])
+    assert len(descendants(os.getpid())) > len(before[0])
     yield started
     started.close()
     assert not folder.exists()
-    until(lambda: processes_of_ray() <= before[0], "Ray's processes to end")
+    until(lambda: descendants(os.getpid()) <= before[0], "Ray's processes to end")
     assert set(os.listdir("/dev/shm")) <= before[1]
 
 

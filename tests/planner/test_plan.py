@@ -166,8 +166,8 @@ def test_the_commands_start_today() -> None:
         assert config.engine.max_model_len == found.question.max_model_len
         counts.append(config.replicas)
     assert len(counts) > 1
-    assert set(counts[:-1]) == {8}
-    assert sum(counts) == found.winner.replicas
+    assert set(counts[:-1]) == {"8"}
+    assert sum(map(int, counts)) == found.winner.replicas
     with_promise = f"{typed[0]} {promise_flags(found.question)}".replace("'some model'", "m")
     engine = serve_config(parse(with_promise.split()[1:])).engine
     assert (engine.policy, engine.ttft_slo_ms, engine.tpot_slo_ms) == ("slo", 500.0, 20.0)

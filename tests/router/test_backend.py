@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.router.backend import Backend, Breaker, Load, Placed, RetryBudget
+from ridgeline.router.backend import (
+    Arrivals,
+    Backend,
+    Breaker,
+    Load,
+    Placed,
+    RetryBudget,
+    replicas_wanted,
+)
 from ridgeline.router.prefixes import Prefixes, names_of
 
 PROMPT = "x" * 4096
@@ -118,3 +126,28 @@ def test_answers_correct_the_length_of_tokens_and_what_is_held() -> None:
         one.ended(placed)
     assert 4.0 < one.characters_per_token < 8.0
     assert one.num_tokens(4096) < 1024
+
+
+def test_what_came_keeps_servers_busy_at_the_speed_that_they_tell() -> None:
+    """1,000 prompt tokens and four answers a second, at 10,000 tokens a second and 0.05 s each:
+    0.3 of one server, of whose time 0.7 is meant to be used."""
+    arrivals, load = Arrivals(20.0), Load(3, 0, 0.0, 10_000.0, 0.01, 0.05)
+    assert arrivals.need(0.0, [load]) == 0
+    for number in range(80):
+        arrivals.add(number / 4, 250)
+    assert arrivals.need(19.75, [load]) == pytest.approx(0.3 / 0.7, rel=0.02)
+    assert arrivals.need(19.75, []) is None
+    assert arrivals.need(19.75, [Load(3, 0, 0.0, None, None)]) is None
+    late = Load(3, 10, None, 5_000.0, 0.02, 0.1)
+    waiting = 10 * 0.1 / 5.0
+    assert arrivals.need(19.75, [late]) == pytest.approx((0.6 + waiting) / 0.7, rel=0.02)
+    assert arrivals.need(60.0, [load]) == 0
+
+
+def test_a_server_is_given_up_when_the_others_have_room() -> None:
+    assert replicas_wanted(None, 2, 1, 4) == 2
+    assert replicas_wanted(2.01, 2, 1, 4) == 3
+    assert replicas_wanted(9.0, 2, 1, 4) == 4
+    assert replicas_wanted(0.9, 2, 1, 4) == 2, "one would be nearly full"
+    assert replicas_wanted(0.7, 2, 1, 4) == 1
+    assert replicas_wanted(0.0, 3, 2, 4) == 2
