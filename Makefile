@@ -115,7 +115,8 @@ test-gpu: setup-dev
 # `make test` skips these where Ray is not installed.
 test-ray: setup-dev
 	$(BIN)/python -m pip install -c $(PINS) --no-build-isolation -e '.[ray]'
-	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" tests/distributed/test_ray.py $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" tests/distributed/test_ray.py \
+	  tests/server/test_ray_app.py $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff check .

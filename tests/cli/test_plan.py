@@ -90,7 +90,7 @@ def test_serve_starts_what_plan_has_written(
     assert config == serve_config(
         parse([*shlex.split(answer["commands"][0])[1:], "--port", "9000"])
     )
-    assert (config.replicas, config.engine.threads) == (answer["replicas"], 2)
+    assert (config.replicas, config.engine.threads) == (str(answer["replicas"]), 2)
 
 
 def test_a_plan_for_gpus_wants_those(
