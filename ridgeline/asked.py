@@ -8,6 +8,7 @@ from pathlib import Path
 from ridgeline import demo
 from ridgeline.architectures.spec import TRANSFORMERS
 from ridgeline.config import DEFAULT_POLICY, EngineConfig, check_device, check_numbers
+from ridgeline.cost.setup import Layout
 from ridgeline.errors import ConfigError
 from ridgeline.formats import (
     COLLECTIVES,
@@ -38,12 +39,16 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """What of tp, pp, launcher and join_address does not go together."""
+    """What of tp, pp, ep, dp, launcher and join_address does not go together."""
     joins, address = config.launcher == "join", config.join_address
-    shape = f"tp {config.tp}" if config.pp == 1 else f"tp {config.tp} and pp {config.pp}"
+    more = [(name, n) for name, n in (("pp", config.pp), ("dp", config.dp)) if n > 1]
+    shape = " and ".join(f"{name} {n}" for name, n in (("tp", config.tp), *more))
     is_group = config.num_ranks > 1
-    if config.tp % config.ep:
-        raise ConfigError(f"ep is {config.ep}; it must divide tp ({config.tp})")
+    Layout(tp=config.tp, ep=config.ep, dp=config.dp)
+    if config.dp > 1 and config.pp > 1:
+        raise ConfigError(
+            f"dp {config.dp} and pp {config.pp} are not served together yet; use dp 1 or pp 1"
+        )
     if config.launcher not in ("auto", "local") and not is_group:
         raise ConfigError(
             f"launcher {config.launcher} is for other ranks, and tp 1 has none; give tp 2 or more,"

@@ -35,13 +35,12 @@ from ridgeline.costing import asked_drafts, draft_length_controller, engine_head
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed import messages
 from ridgeline.distributed.links import Ranks
-from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
-from ridgeline.executor.group import GroupExecutor, GroupScorer, GroupWarmUp
+from ridgeline.executor.group import GroupExecutor, GroupScorer, GroupWarmUp, WaveExecutor
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.stage import StageExecutor
@@ -73,6 +72,7 @@ from ridgeline.observe.evidence import RunRecord
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, RankMemory, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.block_pools import open_pools
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
@@ -289,7 +289,7 @@ def build_rank(
             raise
         say(logger, logging.WARNING, "nothing is drafted", reason=problem)
         drafting, resolved = None, without_drafts(resolved)
-    executor = _executor(resolved, device, decoder, kv, drafting, placement.pipeline)
+    executor = _executor(resolved, device, decoder, kv, drafting, placement)
     limits = {"block_size": resolved.block_size, "max_model_len": resolved.max_model_len}
     scorer = Scorer(decoder, device, **limits)
     return Rank(decoder, kv, executor, scorer, drafting, resolved)
@@ -358,7 +358,7 @@ def _driver(
     scheduler = _scheduler(resolved, spec, learned, controller)
     group = None
     if ranks is not None:
-        group = GroupExecutor(executor, ranks)
+        group = GroupExecutor(executor, ranks, placement.wave)
         scorer = GroupScorer(mine.scorer, ranks)
     engine = Engine(scheduler, group or executor, clock, resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
@@ -532,7 +532,10 @@ def _served(
     """All but the checkpoint that decides what the decoder's layers keep."""
     more = [str(min_token_ids)] if min_token_ids > spec.vocab_size else []
     if placement.size > 1:
-        more.append(f"rank {placement.rank} of {placement.size}, ep {placement.ep}")
+        more.append(f"rank {placement.rank} of {placement.size}")
+    every = placement.for_experts
+    if every.size > 1:
+        more.append(f"experts {every.rank} of {every.size}, ep {placement.ep}")
     return (__version__, resolved.dtype, resolved.weight_format, repr(spec), *more)
 
 
@@ -679,7 +682,7 @@ def _executor(
     decoder: Decoder,
     kv: KVCache,
     drafting: Drafting | None,
-    pipeline: Pipeline | None,
+    placement: Placement,
 ) -> LocalExecutor:
     spec = decoder.spec
     captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
@@ -688,7 +691,9 @@ def _executor(
         captured = captured_tokens = 0
     if spec.layers[0].attention.num_kv_heads % decoder.placement.size:
         captured_tokens = 0  # ranks with fewer heads would find room for what others do not
-    kind = LocalExecutor if pipeline is None else partial(StageExecutor, pipeline=pipeline)
+    kind: Callable[..., LocalExecutor] = LocalExecutor if placement.wave is None else WaveExecutor
+    if placement.pipeline is not None:
+        kind = partial(StageExecutor, pipeline=placement.pipeline)
     return kind(
         decoder,
         kv,
@@ -711,19 +716,21 @@ def _scheduler(
     pricer: StepPricer,
     controller: DraftLengthController | None,
 ) -> Scheduler:
-    blocks = BlockManager(
+    make = partial(
+        BlockManager,
         resolved.num_blocks,
         resolved.block_size,
         windows=tuple(group.window for group in kv_groups(spec)),
         prefix_caching=resolved.prefix_caching,
         key=secrets.token_bytes(32),
     )
+    blocks = open_pools(make, resolved.dp, resolved.max_num_batched_tokens)
     policy = make_policy(
         resolved.policy,
         PolicySetting(
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
-            num_cache_tokens=resolved.num_blocks * resolved.block_size,
+            num_cache_tokens=blocks.num_blocks * resolved.block_size,
             ttft_slo_s=resolved.ttft_slo_ms and resolved.ttft_slo_ms / 1e3,
             tpot_slo_s=resolved.tpot_slo_ms and resolved.tpot_slo_ms / 1e3,
             pricer=pricer,

@@ -23,6 +23,7 @@ from ridgeline.distributed.messages import (
 )
 from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Collective, Placement
+from ridgeline.distributed.wave import Wave
 from ridgeline.errors import ConfigError
 from ridgeline.registry import opened
 from ridgeline.resolve import RankMemory, memory_of
@@ -154,30 +155,36 @@ def rank_placement(
     listener: socket.socket | None = None,
 ) -> Placement:
     """Of a rank that has met the others."""
-    width, stages = resolved.tp, len(resolved.stages)
-    if not stages:
-        found = open_collective(
-            resolved.collective, rank, width, address, listener=listener, timeout_s=COLLECTIVE_S
-        )
-        return Placement(rank, width, follow(found), resolved.ep)
+    width, stages, dp, ep = resolved.tp, len(resolved.stages), resolved.dp, resolved.ep
+    groups = dp * max(1, stages)  # of ranks that share every layer
     every = open_collective(
-        PIPELINE, rank, stages * width, address, listener=listener, timeout_s=COLLECTIVE_S
+        PIPELINE if stages else resolved.collective,
+        rank,
+        groups * width,
+        address,
+        listener=listener,
+        timeout_s=COLLECTIVE_S,
     )
-    pipeline = Pipeline(follow(every), rank, stages, width)
+    follow(every)
+    if groups == 1:
+        return Placement(rank, width, every, ep)
+    pipeline = Pipeline(every, rank, stages, width) if stages else None
+    wave = Wave(every, rank, dp, width) if dp > 1 else None
+    group, place = divmod(rank, width)
     if width == 1:
-        return Placement(pipeline=pipeline)
+        return Placement(ep=ep, pipeline=pipeline, wave=wave)
     own = None
-    if pipeline.place == 0:
+    if place == 0:
         own = socket.create_server((own_host(address), 0))
-    where = _addresses(every, own)[pipeline.stage * width]
+    where = _addresses(every, own)[group * width]
     found = open_collective(
-        resolved.collective, pipeline.place, width, where, listener=own, timeout_s=COLLECTIVE_S
+        resolved.collective, place, width, where, listener=own, timeout_s=COLLECTIVE_S
     )
-    return Placement(pipeline.place, width, follow(found), resolved.ep, pipeline)
+    return Placement(place, width, follow(found), ep, pipeline, wave)
 
 
 def _addresses(every: Collective, own: socket.socket | None) -> list[str]:
-    """Where the first rank of each stage waits for the others of it; by rank, "" of all others."""
+    """Where the first rank of each group waits for the others of it; by rank, "" of all others."""
     host, port = ("", 0) if own is None else own.getsockname()[:2]
     text = f"{host}:{port}".encode() if host else b""
     told = every.all_gather(torch.tensor(list(text.ljust(MOST_LETTERS)), dtype=torch.uint8))

@@ -240,8 +240,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep: Annotated[
         Count,
         says(
-            "groups of the tp ranks that divide the experts of a layer, each expert whole in one; "
-            "1: each expert is divided like any other matrix",
+            "groups of the tp x dp ranks that divide the experts of a layer, each expert whole in "
+            "one; 1: each expert is divided like any other matrix",
+        ),
+    ] = 1
+    dp: Annotated[
+        Count,
+        says(
+            "groups of tp ranks, each with a cache and requests of its own, that take every step "
+            "together and divide the experts among all; for models with experts, on CPUs",
         ),
     ] = 1
     launcher: Annotated[
@@ -284,7 +291,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
 
     @property
     def launcher_line(self) -> LauncherLine:
@@ -338,6 +345,7 @@ class ResolvedConfig:
     threads: int  # of each rank
     tp: int = 1
     ep: int = 1
+    dp: int = 1
     stages: tuple[tuple[int, int], ...] = ()  # of a pipeline: its first layer, and the one behind
     collective: str = ""
     decisions: tuple[Decision, ...] = ()

@@ -58,7 +58,7 @@ def engine_pricer(
         Setup(
             spec,
             figures,
-            Layout(tp=resolved.tp, pp=max(1, len(resolved.stages)), ep=resolved.ep),
+            Layout(resolved.tp, max(1, len(resolved.stages)), resolved.ep, dp=resolved.dp),
             precision=precision,
             calibration=replace(constants, host=host),
         )

@@ -375,6 +375,7 @@ class Request:
     num_prompt_logprobs: int = 0  # delivered so far
     num_preemptions: int = 0
     sampling_step: int = 0  # of a pipeline: the last step planned that samples for it
+    pool: int = 0  # of several: where its blocks are, or were last
     epoch: int = 0  # raised when its blocks go: a result of an older epoch has no place any more
     has_row: bool = False  # the executor keeps a row for it
     has_drafts: bool = False  # that row has drafts

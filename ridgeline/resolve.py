@@ -182,11 +182,7 @@ def _resolve(
     chosen = _choose(config, spec, device, model_path, model_name, has_weights, decisions)
     chosen = _with_drafts(chosen, config, spec, model_path, read_draft, no_drafts, decisions)
     in_flight = _in_flight(config, chosen, decisions)
-    size, kv = chosen.dtype_bytes, config.kv_cache_dtype
-    block_bytes = max(
-        bytes_per_block(one, config.block_size, size, kv_format=kv, ranks=config.tp, groups=groups)
-        for one, groups in _stages(spec, chosen.stages)
-    )
+    block_bytes = _block_bytes(config, spec, chosen)
     fixed, draft_block_bytes = _beside_the_cache(config, spec, chosen)
     num_blocks, max_model_len = _cache_size(
         config,
@@ -234,12 +230,13 @@ def _resolve(
         threads=_threads(config, chosen.kind, chosen.weights, decisions),
         tp=config.tp,
         ep=config.ep,
+        dp=config.dp,
         stages=chosen.stages,
         collective=chosen.collective,
         decisions=tuple(decisions.made),
     )
     others, draft_bytes = _beside_the_cache(config, spec, chosen)
-    caches = [("KV cache", block_bytes), ("draft cache", draft_bytes)]
+    caches = ("KV cache", block_bytes), ("draft cache", draft_bytes)
     sizes = [(what, (num_blocks + 1) * size) for what, size in caches if size]  # and the null block
     rows = (("weights", chosen.weights), *sizes, *others)
     return resolved, tuple(MemoryRow(*row) for row in rows)
@@ -313,11 +310,8 @@ def _choose(
     collective = _collective(config, kind, decisions)
     stages = _cut(config, spec, kind, dtype, weight_format, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
-    if captured and (stages or (collective and not collective_class(collective).captures)):
-        because = f"ranks talk over {collective}, which no captured step can call"
-        if stages:
-            because = "no captured step can wait for the stage before it"
-        decisions.note("captured steps", captured, "none", because)
+    if captured and (why := _why_not_captured(config, collective)):
+        decisions.note("captured steps", captured, "none", why)
         captured = 0
     has_graphs = captured > 0 and kind == "cuda"
     return _Chosen(
@@ -335,6 +329,26 @@ def _choose(
         collective=collective,
         stages=stages,
     )
+
+
+def _block_bytes(config: EngineConfig, spec: ModelSpec, chosen: _Chosen) -> int:
+    """Of a block on the fullest rank."""
+    size, kv = chosen.dtype_bytes, config.kv_cache_dtype
+    return max(
+        bytes_per_block(one, config.block_size, size, kv_format=kv, ranks=config.tp, groups=groups)
+        for one, groups in _stages(spec, chosen.stages)
+    )
+
+
+def _why_not_captured(config: EngineConfig, collective: str) -> str:
+    """By several ranks; empty where they may be."""
+    if config.pp > 1:
+        return "no captured step can wait for the stage before it"
+    if config.dp > 1:
+        return "no captured step knows how many tokens other groups of ranks have"
+    if collective and not collective_class(collective).captures:
+        return f"ranks talk over {collective}, which no captured step can call"
+    return ""
 
 
 def _stages(
@@ -358,7 +372,9 @@ def _cut(
 ) -> tuple[tuple[int, int], ...]:
     """Stages of which the slowest is fastest in a usual step; none without a pipeline. ConfigError
     for more ranks than there is something to divide among."""
-    Layout(tp=config.tp, ep=config.ep).check(spec)
+    Layout(tp=config.tp, ep=config.ep, dp=config.dp).check(spec)
+    if config.dp > 1 and kind != "cpu":
+        raise ConfigError(f"dp {config.dp} is served on CPUs alone, not on {kind}; use dp 1")
     if config.pp == 1:
         return ()
     if kind != "cpu":
@@ -367,7 +383,7 @@ def _cut(
         raise ConfigError(f"pp is {config.pp}; the model has only {spec.num_layers} layers")
     figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=0)
     precision = Precision(dtype, weight_format, config.kv_cache_dtype)
-    setup = Setup(spec, figures, Layout(tp=config.tp, ep=config.ep), precision)
+    setup = Setup(spec, figures, Layout(tp=config.tp, ep=config.ep, dp=config.dp), precision)
     found = tuple((one.start, one.stop) for one in cut_by_price(setup, config.pp))
     shown = ", ".join(f"{first}-{behind - 1}" for first, behind in found)
     decisions.note("pp", config.pp, config.pp, f"layers {shown}: the slowest stage is fastest so")
@@ -382,8 +398,8 @@ def _weights(
     stages: Sequence[tuple[int, int]],
 ) -> int:
     """Bytes on the fullest rank."""
-    layout = Layout(tp=config.tp, ep=config.ep)
-    if layout.tp == 1:
+    layout = Layout(tp=config.tp, ep=config.ep, dp=config.dp)
+    if layout.expert_devices == 1:
         every = _stages(spec, stages)
         return max(weight_bytes(one, DTYPE_BYTES[dtype], weight_format) for one, _ in every)
     precision = Precision(dtype, weight_format)
@@ -401,6 +417,9 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
         decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
     if config.ep > 1:
         decisions.note("ep", config.ep, config.ep, "each expert is whole in one group of ranks")
+    if config.dp > 1:
+        because = "each group of ranks attends for requests of its own, and all share the experts"
+        decisions.note("dp", config.dp, config.dp, because)
     if config.launcher == "auto":
         decisions.note("launcher", "auto", "local", "nothing says that ranks are elsewhere")
     if config.collective != "auto":
@@ -514,7 +533,9 @@ def _check_deterministic(
     if kind != "cuda":
         raise ConfigError(f"deterministic needs a CUDA device, not {kind}; {way_out} serve on one")
     if config.num_ranks > 1:
-        raise ConfigError(f"deterministic needs all of the model on one rank; {way_out} tp and pp")
+        raise ConfigError(
+            f"deterministic needs all of the model on one rank; {way_out} tp, pp and dp"
+        )
     if config.attention_backend not in ("auto", INVARIANT):
         raise ConfigError(
             f"deterministic needs attention_backend {INVARIANT}, not {config.attention_backend};"
@@ -535,7 +556,13 @@ def _check_deterministic(
 
 def _check_foreign(config: EngineConfig, spec: ModelSpec) -> None:
     """What layers that another library computes cannot have."""
-    for name, usual in (("weight_format", "plain"), ("deterministic", False), ("tp", 1), ("pp", 1)):
+    for name, usual in (
+        ("weight_format", "plain"),
+        ("deterministic", False),
+        ("tp", 1),
+        ("pp", 1),
+        ("dp", 1),
+    ):
         if getattr(config, name) not in ("auto", usual):
             raise ConfigError(
                 f"{name} {getattr(config, name)} needs native layers, and a {spec.family} runs "

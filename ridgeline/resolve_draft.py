@@ -143,7 +143,7 @@ def why_no_drafts(
             "deterministic and speculate"
         )
     if config.num_ranks > 1:
-        return "drafts of several ranks are not served yet; leave out tp and pp"
+        return "drafts of several ranks are not served yet; leave out tp, pp and dp"
     if captured:
         return None
     if spec.implementation != NATIVE:

@@ -36,7 +36,8 @@ class NewRequest:
 
     `token_ids` are all known tokens (prompt, then output), the first `num_prompt_tokens` of them
     the prompt. `block_ids` are the tables as they stand before this plan's `scheduled` entry adds
-    its `new_block_ids`; entries may be NULL_BLOCK where a window has passed.
+    its `new_block_ids`; entries may be NULL_BLOCK where a window has passed. `pool`: of several
+    pools of blocks, the one that they and all of its later ones are of.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class NewRequest:
     num_prompt_tokens: int
     sampling: SamplingParams
     block_ids: BlockTables
+    pool: int = 0
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -146,6 +148,78 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     faults: dict[str, str] = msgspec.field(default_factory=dict)
     verified: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+
+
+class WaveCutter:
+    """Cuts each plan into those of several devices, which attend for rows of their own and take
+    each step together: by the pool that a row was opened with. Plans are cut in order; names of
+    rows that nobody has go to all."""
+
+    def __init__(self, num_pools: int) -> None:
+        self.num_pools = num_pools
+        self._pool_of: dict[str, int] = {}
+
+    def cut(self, plan: StepPlan) -> tuple[StepPlan, ...]:
+        """Some of them may have nothing to compute."""
+        pool_of, every = self._pool_of, range(self.num_pools)
+        closed: list[tuple[list[str], list[str]]] = [([], []) for _ in every]
+        for at, names in enumerate((plan.preempted, plan.finished)):
+            for name in names:
+                pool = pool_of.pop(name, None)
+                for one in every if pool is None else (pool,):
+                    closed[one][at].append(name)
+        new: list[list[NewRequest]] = [[] for _ in every]
+        for row in plan.new:
+            pool_of[row.request_id] = row.pool
+            new[row.pool].append(row)
+        copies: list[list[BlockCopy]] = [[] for _ in every]
+        for copy in plan.copies:
+            copies[pool_of[copy.request_id]].append(copy)
+        scheduled: list[list[ScheduledRequest]] = [[] for _ in every]
+        places: list[dict[int, int]] = [{} for _ in every]  # in the whole plan: in a part
+        for place, entry in enumerate(plan.scheduled):
+            pool = pool_of[entry.request_id]
+            places[pool][place] = len(scheduled[pool])
+            scheduled[pool].append(entry)
+        found = []
+        for pool in every:
+            part = StepPlan(
+                plan.step_id,
+                tuple(scheduled[pool]),
+                tuple(new[pool]),
+                tuple(copies[pool]),
+                tuple(closed[pool][0]),
+                tuple(closed[pool][1]),
+            )
+            if plan.decodes is not None and scheduled[pool]:
+                opened = [places[pool][at] for at in plan.decodes.opened if at in places[pool]]
+                names = tuple([entry.request_id for entry in scheduled[pool]])
+                starts = tuple([entry.start for entry in scheduled[pool]])
+                part = part.knowing(Decodes(names, starts, tuple(opened)))
+            found.append(part)
+        return tuple(found)
+
+
+class PartialResults:
+    """What the devices of a wave say of each step, in whatever order they come to say it."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, StepResult]] = {}  # by step, by device
+
+    def add(self, step_id: int, device: int, result: StepResult) -> None:
+        self._found.setdefault(step_id, {})[device] = result
+
+    def has(self, step_id: int, number: int) -> bool:
+        """As many have spoken."""
+        return len(self._found.get(step_id, ())) >= number
+
+    def take(self, step_id: int) -> StepResult:
+        """Of all that have."""
+        whole = StepResult({})
+        for part in self._found.pop(step_id, {}).values():
+            for name in StepResult.__struct_fields__:
+                getattr(whole, name).update(getattr(part, name))
+        return whole
 
 
 class StepFuture(Protocol):

@@ -36,6 +36,7 @@ from ridgeline.distributed.messages import (
     Open,
     Opened,
     Prepare,
+    Result,
     Score,
     Step,
 )
@@ -127,6 +128,8 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
 
     warm_up = warm_up_of(rank.resolved, rank.executor, is_alone=False)
     executor, most = rank.executor, rank.resolved.max_in_flight
+    wave = rank.decoder.placement.wave
+    reports = wave is not None and wave.group > 0 and rank.decoder.placement.rank == 0
     futures: deque[StepFuture] = deque()
     while True:
         command = link.take()
@@ -135,6 +138,9 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
             future = executor.submit(command.plan())
             if isinstance(future, FailedStep):
                 raise EngineLost(future.cause)
+            if reports:  # where this is served, a step is over when it has been submitted
+                link.send(Result(command.step_id, future.result()))
+                continue
             futures.append(future)
             if len(futures) > most:
                 futures.popleft().result()

@@ -13,22 +13,37 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from hashlib import sha256
 from operator import itemgetter
 from typing import Any
+
+from msgspec import structs
 
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.block_pools import open_pools
 from ridgeline.scheduler.cache_shares import IDLE_POOLS, MOST_SHARES
 from ridgeline.scheduler.policies.base import Policy, Rank
 from ridgeline.scheduler.policies.fair import Fair
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.policies.priority import Priority
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import Listener, StepPlan, StepRecord, StepShape
+from ridgeline.step import (
+    BlockTables,
+    Decodes,
+    Listener,
+    PartialResults,
+    StepFuture,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    StepShape,
+    WaveCutter,
+)
 from tests.fake_device import (
     VOCAB,
     FakeDevice,
@@ -102,6 +117,7 @@ class Case:
     beams: float
     weights: tuple[float, ...] = (1.0,)  # of its tenants
     stages: int = 1
+    pools: int = 1  # of devices that attend for rows of their own
 
 
 def draw_case(rng: random.Random) -> Case:
@@ -195,25 +211,122 @@ class CheckedBlocks(BlockManager):
         return [first[name] for name in over if over[name] == most] or free[:1]
 
 
+class FakeWave:
+    """Devices that attend for rows of their own, made of one: blocks of a device lie behind those
+    of the devices before it. What they say of a step comes in any order, also that of steps."""
+
+    def __init__(self, num_devices: int, num_blocks: int, seed: int) -> None:
+        self.num_devices, self.num_blocks = num_devices, num_blocks
+        self.rng = random.Random(seed)
+        self.cutter = WaveCutter(num_devices)
+        self.rows: list[set[str]] = [set() for _ in range(num_devices)]
+        self.results = PartialResults()
+        self.coming: list[tuple[int, int, StepResult]] = []  # that devices have still to say
+        self.num_idle = 0
+
+    def as_one(self, plan: StepPlan) -> StepPlan:
+        if self.num_devices == 1:
+            return plan
+        parts = self.cutter.cut(plan)
+        demand(len(parts) == self.num_devices, "a part for each device")
+        for device, part in enumerate(parts):
+            rows = self.rows[device]
+            rows.difference_update(part.preempted, part.finished)
+            rows.update(new.request_id for new in part.new)
+            self.num_idle += not part.scheduled
+            mine = {entry.request_id for entry in part.scheduled}
+            mine |= {copy.request_id for copy in part.copies}
+            demand(mine <= rows, "who has a row computes it", mine, rows)
+            if part.scheduled and plan.decodes is not None:
+                names = tuple(entry.request_id for entry in part.scheduled)
+                starts = tuple(entry.start for entry in part.scheduled)
+                blocks = (any(map(len, entry.new_block_ids)) for entry in part.scheduled)
+                opened = tuple(place for place, is_open in enumerate(blocks) if is_open)
+                demand(part.decodes == Decodes(names, starts, opened), "by columns", part.decodes)
+        wholes = [self._moved(part, device) for device, part in enumerate(parts)]
+
+        def every(name: str) -> tuple[Any, ...]:
+            return tuple(dict.fromkeys(one for part in wholes for one in getattr(part, name)))
+
+        return StepPlan(
+            plan.step_id,
+            tuple(one for part in wholes for one in part.scheduled),
+            tuple(one for part in wholes for one in part.new),
+            tuple(one for part in wholes for one in part.copies),
+            every("preempted"),
+            every("finished"),
+        )
+
+    def _moved(self, part: StepPlan, device: int) -> StepPlan:
+        first = device * self.num_blocks
+
+        def block(at: int) -> int:
+            demand(0 <= at <= self.num_blocks, "a block of its device", at)
+            return at + first if at else at
+
+        def tables(every: BlockTables) -> BlockTables:
+            return tuple(tuple(map(block, table)) for table in every)
+
+        return replace(
+            part,
+            scheduled=tuple(
+                structs.replace(one, new_block_ids=tables(one.new_block_ids))
+                for one in part.scheduled
+            ),
+            new=tuple(replace(one, block_ids=tables(one.block_ids)) for one in part.new),
+            copies=tuple(
+                replace(one, source=block(one.source), target=block(one.target))
+                for one in part.copies
+            ),
+        )
+
+    def over(self, future: FakeFuture) -> StepFuture:
+        """Each device says what its own rows got; one that is dead says nothing, and the step has
+        failed."""
+        if self.num_devices == 1 or future.outcome is None:
+            return future
+        for device, rows in enumerate(self.rows):
+            own = StepResult({})
+            for name in StepResult.__struct_fields__:
+                found = getattr(future.outcome, name).items()
+                getattr(own, name).update((row, said) for row, said in found if row in rows)
+            self.coming.append((future.step_id, device, own))
+        return WaveFuture(self, future)
+
+
+@dataclass(frozen=True, slots=True)
+class WaveFuture:
+    wave: FakeWave
+    whole: FakeFuture
+
+    def result(self) -> StepResult:
+        self.whole.result()
+        wave, step_id = self.wave, self.whole.step_id
+        while not wave.results.has(step_id, wave.num_devices):
+            wave.results.add(*wave.coming.pop(wave.rng.randrange(len(wave.coming))))
+        return wave.results.take(step_id)
+
+
 class CheckedDevice(FakeDevice):
     """A device that refuses an unlawful plan."""
 
     scheduler: Scheduler
     flown: dict[int, list[Request]]  # by step in flight: whose tokens
+    wave: FakeWave
     num_preemptions = 0  # up to the last step
     num_early_takers = 0  # rows that were opened over blocks which were still to be filled
 
-    def submit(self, plan: StepPlan) -> FakeFuture:
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
+    def submit(self, plan: StepPlan) -> StepFuture:  # type: ignore[override]
+        scheduler, size = self.scheduler, self.block_size
         names = [entry.request_id for entry in plan.scheduled]
         demand(len(set(names)) == len(names) > 0, "scheduled at most once, and somebody", names)
         self._check_lane(plan)
         total = sum(entry.num_tokens for entry in plan.scheduled)
         demand(total <= scheduler.max_num_batched_tokens, "within the budget", total)
         rows = {row.request_id: row for _, row, _ in scheduler._in_flight[plan.step_id][1]}
-        size = blocks.block_size
         for entry in plan.scheduled:
             row, end = rows[entry.request_id], entry.start + entry.num_tokens
+            blocks = scheduler.blocks.pools[row.pool]
             demand(entry.num_tokens > entry.num_draft >= 0, "at least one real token", entry)
             demand(end <= row.num_computable_tokens, "the last token is not computed", entry)
             demand(end == row.num_computed_tokens, "accounted for at once", entry)
@@ -224,14 +337,12 @@ class CheckedDevice(FakeDevice):
                     free_to_write = blocks._ref_count[block] == 1 and not blocks._cache.names(block)
                     free_to_write = free_to_write or block in own
                     demand(free_to_write, "one writer, neither shared nor sealed", entry, block)
-        promised = {
-            b for made in blocks._published_early.values() for _, named in made for b in named
-        }
         for new in plan.new:
+            promised = self._promised(new.pool)
             self.num_early_takers += any(not promised.isdisjoint(table) for table in new.block_ids)
         owners = (scheduler.beams.asked(name) or scheduler.requests[name] for name in names)
         self.flown[plan.step_id] = list(owners)
-        future = super().submit(plan)
+        future = self.wave.over(super().submit(self.wave.as_one(plan)))
         state = scheduler.state
         open_rows = {name for name, row in state.requests.items() if row.has_row}
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
@@ -251,9 +362,14 @@ class CheckedDevice(FakeDevice):
         most = -(-num_rows // self.stages)
         demand(self.stages == 1 or len(decodes) <= most, "an even part of the decodes", plan)
 
+    def _promised(self, pool: int) -> set[int]:
+        """Blocks of a pool that others may find and that steps in flight are to fill."""
+        every = self.scheduler.blocks.pools[pool]._published_early.values()
+        return {block for made in every for _, named in made for block in named}
+
     def _promised_now(self, row: Request, plan: StepPlan) -> set[int]:
         """Blocks that it fills in this very step and that others may find, or have taken."""
-        made = self.scheduler.blocks._published_early.get(plan.step_id, ())
+        made = self.scheduler.blocks.pools[row.pool]._published_early.get(plan.step_id, ())
         return {block for name, named in made if name == row.request_id for block in named}
 
     def _drafts_in_flight(self, row: Request, plan: StepPlan) -> int:
@@ -283,6 +399,9 @@ class World(Listener):
         if stages > 1 and not case.num_drafts:
             in_flight = pipelines.choice([1, stages, stages + 1, stages + 1])
             case = replace(case, stages=stages, max_in_flight=in_flight)
+        pools = random.Random(f"pools {self.seed}").choice([1, 1, 2, 3])
+        if not case.num_drafts and case.stages == 1:
+            case = replace(case, pools=pools)
         return case
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
@@ -290,9 +409,10 @@ class World(Listener):
         self.tenants = random.Random(seed + 1)
         self.case = case = self.draw()
         self.device = CheckedDevice(
-            case.num_blocks, case.block_size, case.windows, case.num_drafts, seed
+            case.num_blocks * case.pools, case.block_size, case.windows, case.num_drafts, seed
         )
-        self.blocks = blocks = CheckedBlocks(
+        make = partial(
+            CheckedBlocks,
             case.num_blocks,
             case.block_size,
             case.windows,
@@ -300,6 +420,7 @@ class World(Listener):
             b"key",
             idle_pools=self.idle_pools,
         )
+        blocks = open_pools(make, case.pools, case.max_num_batched_tokens)
         policies: dict[str, Policy] = {
             "fair": Fair(),
             "fcfs": FCFS(),
@@ -318,6 +439,7 @@ class World(Listener):
         )
         self.device.scheduler, self.device.stages = self.scheduler, case.stages
         self.device.flown = {}
+        self.device.wave = FakeWave(case.pools, case.num_blocks, seed)
         self.clock = VirtualClock()
         self.engine = Engine(self.scheduler, self.device, self.clock, case.max_in_flight)
         self.engine.listeners.append(self)
@@ -350,7 +472,7 @@ class World(Listener):
             demand(device.num_steps < bound, "everything ends when nothing new happens")
         demand(not self.live, "every request has ended", list(self.live))
         free = self.scheduler.blocks.num_free_blocks
-        demand(free == case.num_blocks, "all blocks are free at the end", free)
+        demand(free == case.num_blocks * case.pools, "all blocks are free at the end", free)
 
     def _turn(self) -> None:
         """A few launches and collects in any order, each of them checked."""
@@ -376,7 +498,7 @@ class World(Listener):
 
     def _check_hashes(self) -> None:
         """The hashes of a row are those of its own tokens."""
-        state, cache = self.scheduler.state, self.scheduler.blocks._cache
+        state, cache = self.scheduler.state, self.scheduler.blocks.pools[0]._cache
         for row in state.requests.values():
             fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
             fresh.cache_salt = row.cache_salt

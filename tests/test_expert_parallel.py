@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
@@ -27,6 +29,15 @@ WITH_EXPERTS = (
 MIXTRAL: dict[str, Any] = {  # of 5 experts one rank has 2 and the other 3
     "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
 }  # fmt: skip
+
+FEW = 16  # blocks of each of several pools: enough for the longest request
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"tp": 4, "ep": 2},
+    {"tp": 2, "pp": 2, "ep": 2},
+    {"dp": 3},
+    {"dp": 2, "tp": 2, "ep": 2},
+    {"dp": 2, "tp": 2, "collective": "gloo"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +67,27 @@ def test_two_groups_of_experts(folder: Path, one: LLM, want: dict[str, list[int]
         assert (said["tp"], said["ep"]) == ("2", "2")
 
 
+def test_two_groups_of_ranks(folder: Path, one: LLM, want: dict[str, list[int]]) -> None:
+    """Each attends for requests of its own; both have blocks of their own."""
+    with LLM(folder, dp=2, ep=2, **LITTLE, **OPTIONS) as llm:
+        check_engine(llm, want)
+        said = {decision.field: decision.got for decision in llm.resolved.decisions}
+        assert (said["dp"], said["ep"]) == ("2", "2")
+        ids = one.encode("Once upon a time there was a small house by the sea.")
+        torch.testing.assert_close(llm.logits(ids), one.logits(ids), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{"tp": 4, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [{"tp": 4, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"dp": 3}, {"dp": 2, "tp": 2, "ep": 2}],
+    ids=str,
+)
 def test_experts_beside_other_shares(
     folder: Path, shape: dict[str, Any], want: dict[str, list[int]]
 ) -> None:
-    with LLM(folder, **shape, **LITTLE, **OPTIONS) as llm:
+    little = LITTLE | {"num_blocks": LITTLE["num_blocks"] if "dp" not in shape else FEW}
+    with LLM(folder, **shape, **little, **OPTIONS) as llm:
         check_engine(llm, want)
 
 
@@ -72,20 +98,25 @@ def test_experts_beside_other_shares(
         ({"ep": 2}, r"ep is 2; it must divide tp \(1\)"),
         ({"tp": 4, "ep": 4, "num_local_experts": 3}, "ep is 4; 3 experts cannot be divided among"),
         ({"tp": 2, "ep": 2, "model_type": "llama"}, "ep is 2; this model has no experts to divide"),
+        ({"dp": 2, "model_type": "llama"}, "dp is 2; this model has no experts to divide"),
+        ({"dp": 2, "ep": 3}, r"ep is 3; it must divide tp x dp \(2\)"),
+        ({"dp": 2, "pp": 2}, "dp 2 and pp 2 are not served together yet; use dp 1 or pp 1"),
+        ({"dp": 2, "speculate": "ngram"}, "drafts of several ranks are not served yet"),
     ],
 )
 def test_what_experts_cannot_have(
     options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ridgeline.build.start_ranks", lambda config: pytest.fail("a rank started"))
-    shape = {name: options.pop(name) for name in ("tp", "ep") if name in options}
-    make_tiny_model(tmp_path, **{**MIXTRAL, **options})
+    asked = {name: value for name, value in options.items() if hasattr(EngineConfig, name)}
+    of_model = {name: value for name, value in options.items() if name not in asked}
+    make_tiny_model(tmp_path, **MIXTRAL | of_model)
     with pytest.raises(ConfigError, match=words):
-        LLM(tmp_path, **OPTIONS, **shape)
+        LLM(tmp_path, **OPTIONS | asked)
 
 
 @pytest.mark.parametrize("family", [family for family in CHOSEN if family in WITH_EXPERTS])
-@pytest.mark.parametrize("shape", [{"tp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("shape", [{"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2}], ids=str)
 @pytest.mark.slow
 def test_every_family(family: str, shape: dict[str, Any], tmp_path: Path) -> None:
     reference = ReferenceModel(CONFIGS[CHOSEN[family]], seed=3)

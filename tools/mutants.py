@@ -48,6 +48,8 @@ SCHEDULER = "scheduler/scheduler.py"
 RESULTS = "scheduler/results.py"
 STATE = "scheduler/state.py"
 BLOCKS = "scheduler/block_manager.py"
+POOLS = "scheduler/block_pools.py"
+STEP = "step.py"
 CACHE = "scheduler/prefix_cache.py"
 SHARES = "scheduler/cache_shares.py"
 QUEUE = "scheduler/queue.py"
@@ -635,6 +637,97 @@ MUTANTS = (
         BLOCKS,
         "total += max(0, bound - request.num_dropped_blocks[g])",
         "total += 0",
+    ),
+    # ------------------------------------------------------------ waves
+    Mutant(
+        "waves: room is made by rows of any pool",
+        SCHEDULER,
+        "here = (v for _, _, v in behind if v.pool == pool)",
+        "here = (v for _, _, v in behind)",
+    ),
+    Mutant(
+        "waves: a fork shares blocks of another pool",
+        SCHEDULER,
+        "request.pool = parent.pool",
+        "pass",
+    ),
+    Mutant(
+        "waves: a beam goes on in another pool",
+        STATE,
+        "request.pool = ended.pool",
+        "pass",
+    ),
+    Mutant(
+        "waves: a row is not known to be of its pool",
+        SCHEDULER,
+        "row.sampling, tables, row.pool)",
+        "row.sampling, tables)",
+    ),
+    Mutant(
+        "waves: what a request may ask for is what all pools have",
+        SCHEDULER,
+        "blocks.pools[0], max_num_batched_tokens",
+        "blocks, max_num_batched_tokens",
+    ),
+    Mutant(
+        "waves: prefixes are looked for in the pool that is chosen last",
+        POOLS,
+        "return found[request.pool]",
+        "return found[-1]",
+    ),
+    Mutant(
+        "waves: all requests go to one pool",
+        POOLS,
+        "return (not has_room, to_read, len(rows), -pool.num_free_blocks)",
+        "return (0,)",
+    ),
+    Mutant(
+        "waves: a pool without room is as good as another",
+        POOLS,
+        "return (not has_room, to_read,",
+        "return (to_read,",
+    ),
+    Mutant(
+        "waves: only the first pool's steps are over",
+        POOLS,
+        "            pool.complete(step_id)",
+        "            self.pools[0].complete(step_id)",
+    ),
+    Mutant(
+        "waves: after a fault only the first pool withdraws its blocks",
+        POOLS,
+        "            pool.withdraw_early(row_id)",
+        "            self.pools[0].withdraw_early(row_id)",
+    ),
+    Mutant(
+        "waves: rows close on every device but their own",
+        STEP,
+        "for one in every if pool is None else (pool,):",
+        "for one in every if pool is None else {*every} - {pool}:",
+    ),
+    Mutant(
+        "waves: a row that was closed may be computed where it was",
+        STEP,
+        "pool_of[row.request_id] = row.pool",
+        "pool_of.setdefault(row.request_id, row.pool)",
+    ),
+    Mutant(
+        "waves: columns name the rows that open by their places in the whole step",
+        STEP,
+        "opened = [places[pool][at] for at",
+        "opened = [at for at",
+    ),
+    Mutant(
+        "waves: a step is over when the first device has spoken",
+        STEP,
+        "return len(self._found.get(step_id, ())) >= number",
+        "return bool(self._found.get(step_id, ()))",
+    ),
+    Mutant(
+        "waves: only tokens are taken from all devices",
+        STEP,
+        "for name in StepResult.__struct_fields__:",
+        'for name in ("token_ids",):',
     ),
     # ------------------------------------------------------------ shares of the cache
     Mutant(

@@ -39,6 +39,7 @@ def live(seed: int) -> tuple[int, int, Counter[str], str]:
     counts = Counter(world.counts)
     counts["faults"] = world.device.num_faults + world.device.num_row_faults
     counts["late results"] = world.scheduler.num_late_results
+    counts["idle parts of waves"] = world.device.wave.num_idle
     counts["accepted drafts"] = world.device.num_accepted
     return seed, world.device.num_steps, counts, ""
 

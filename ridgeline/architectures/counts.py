@@ -68,17 +68,22 @@ def small_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
 
 
 def layer_scale_bytes(
-    hidden_size: int, layer: LayerSpec, weight_format: str, ranks: int = 1, ep: int = 1
+    hidden_size: int,
+    layer: LayerSpec,
+    weight_format: str,
+    ranks: int = 1,
+    ep: int = 1,
+    dp: int = 1,
 ) -> int:
     """Bytes of the scales and zero points of a layer's packed matrices that the fullest of `ranks`
     holds: some for each row, and for each group of it, the last of which may be short. Rows of
     matrices that are split by their columns are held by all."""
     if weight_format == CHECKPOINT:
-        return _scheme_bytes(hidden_size, layer, 1, ranks, ep)[1]
+        return _scheme_bytes(hidden_size, layer, 1, ranks, ep, dp)[1]
     line, total = weight_line(weight_format), 0
     for matrices in products(layer, hidden_size).values():
         if matrices[0].is_packed:  # a product's matrices lie one below the other
-            own, copies = held_copies(matrices[0], ranks, ep)
+            own, copies = held_copies(matrices[0], ranks, ep, dp)
             shares = [fullest_share(part, layer, weight_format, own) for part in matrices]
             rows, columns = sum(share[0] for share in shares), shares[0][1]
             total += copies * _matrix_scale_bytes(line, rows, columns)
@@ -110,12 +115,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
 
 
 def _scheme_bytes(
-    hidden_size: int, layer: LayerSpec, dtype_bytes: int, ranks: int = 1, ep: int = 1
+    hidden_size: int, layer: LayerSpec, dtype_bytes: int, ranks: int = 1, ep: int = 1, dp: int = 1
 ) -> tuple[int, int]:
     """Of the matrices of a layer that are kept as the checkpoint stores them: bytes of numbers, and
     of what stands beside them."""
     packed = [part for part in parts(layer, hidden_size) if part.is_packed]
-    held = [held_copies(part, ranks, ep) for part in packed]
+    held = [held_copies(part, ranks, ep, dp) for part in packed]
     each = [
         (copies, _kept_bytes(layer, part, dtype_bytes, own))
         for part, (own, copies) in zip(packed, held, strict=True)

@@ -141,12 +141,12 @@ def fullest_share(part: Part, layer: LayerSpec, weight_format: str, ranks: int) 
     return (own, *part.shape[1:]) if part.split == "rows" else (part.shape[0], own)
 
 
-def held_copies(part: Part, ranks: int, ep: int) -> tuple[int, int]:
-    """Ranks that divide each copy of a parameter, and copies that the fullest of them has: `ep`
-    groups of ranks divide the experts."""
+def held_copies(part: Part, ranks: int, ep: int, dp: int = 1) -> tuple[int, int]:
+    """Ranks that divide each copy of a parameter, and copies that the fullest of them has: of `dp`
+    times as many ranks `ep` groups divide the experts."""
     if not part.is_experts:
         return ranks, part.copies
-    return ranks // ep, fullest(part.copies, ep)
+    return ranks * dp // ep, fullest(part.copies, ep)
 
 
 def _each(part: Part) -> int:

@@ -82,7 +82,7 @@ def _start_line(llm: LLM) -> str:
     from ridgeline.architectures.counts import num_parameters
 
     asked = llm.resolved
-    tokens = asked.num_blocks * asked.block_size
+    tokens = asked.dp * asked.num_blocks * asked.block_size
     weights = "random weights, " if asked.load_format == "random" else ""
     return (
         f"{asked.model_name}: {llm.spec.family}, {count(num_parameters(llm.spec))} parameters, "

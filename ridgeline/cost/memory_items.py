@@ -60,8 +60,9 @@ def _stage_items(
         held["norms"] += count * layer.unlisted * 8 * size
         for part in parts(layer, spec.hidden_size):
             held[_item(part)] += count * _held_bits(layer, part, layout, precision)
+    ranks = tp, layout.ep, layout.dp
     scales = sum(
-        count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp, layout.ep)
+        count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, *ranks)
         for layer, count in counts.items()
     )
     begins, ends = is_first and spec.has_embedding, is_last and spec.has_head
@@ -105,6 +106,6 @@ def _held_bits(layer: LayerSpec, part: Part, layout: Layout, precision: Precisio
         bits, scheme = precision.weight_line.bits, layer.scheme_of(part.role)
         if precision.weights == CHECKPOINT:
             bits = None if scheme is None else scheme.kept_bits
-    ranks, copies = held_copies(part, layout.tp, layout.ep)
+    ranks, copies = held_copies(part, layout.tp, layout.ep, layout.dp)
     numbers = copies * prod(fullest_share(part, layer, precision.weights, ranks))
     return numbers * (8 * precision.dtype_bytes if bits is None else bits)

@@ -392,7 +392,7 @@ class _Builder:
         """Tokens of the fullest rank's experts, on average: a grouped product of M * active rows,
         if it has all experts."""
         ep, width = self.layout.ep, self.spec.hidden_size
-        both, _ = self._share(layer, "experts_gate_up", self.layout.tp // ep)
+        both, _ = self._share(layer, "experts_gate_up", self.layout.expert_devices // ep)
         held = fullest(inner.num_experts, ep) / inner.num_experts
         active = inner.num_active * held
         rows = self.num_tokens * inner.num_active if ep == 1 else self.num_tokens * active
@@ -411,6 +411,12 @@ class _Builder:
         if tp > 1:  # after the embedding, every attention and every feed-forward
             count = 2 * len(layers) + is_first
             yield self._message("all_reduce", count, 2 * (tp - 1) / tp * size, tp)
+        if (dp := self.layout.dp) > 1:  # tokens of all groups, and what all experts make of them
+            count = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers)
+            ranks = self.layout.expert_devices
+            yield self._message("all_gather", count, (dp - 1) / dp * size, ranks, "gather_tokens")
+            sent = 2 * (ranks - 1) / ranks * size
+            yield self._message("all_reduce", count, sent, ranks, "sum_experts")
         if pp > 1 and is_first:
             yield self._message("point_to_point", pp - 1, size, 2)
 

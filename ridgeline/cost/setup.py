@@ -20,26 +20,35 @@ LOGIT_BYTES = 4  # logits are float32 in every format
 class Layout:
     """`tp` devices split every layer, `pp` stages split the layers, `replicas` are whole copies.
 
-    `ep` of the `tp` devices divide the experts among them (1: every expert is split like a dense
-    feed-forward); inside such a group an expert is split over tp / ep devices.
+    `dp` groups of `tp` devices attend for rows of their own and take each step together, priced as
+    if one of them had all rows; the experts are divided among all of them. `ep` groups of the
+    tp * dp devices divide the experts (1: every expert is split like a dense feed-forward); inside
+    such a group an expert is split over tp * dp / ep devices.
     """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     replicas: int = 1
+    dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "replicas"):
+        for name in ("tp", "pp", "ep", "dp", "replicas"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.tp % self.ep:
-            raise ConfigError(f"ep is {self.ep}; it must divide tp ({self.tp})")
+        if self.expert_devices % self.ep:
+            among = f"tp ({self.tp})" if self.dp == 1 else f"tp x dp ({self.expert_devices})"
+            raise ConfigError(f"ep is {self.ep}; it must divide {among}")
 
     @property
     def devices(self) -> int:
         """Devices of one replica."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_devices(self) -> int:
+        """Devices of a stage, among which the experts are divided."""
+        return self.tp * self.dp
 
     @property
     def all_devices(self) -> int:
@@ -48,7 +57,7 @@ class Layout:
     @property
     def text(self) -> str:
         """As the command line says it: "tp 4, pp 2", or "1 device"."""
-        parts = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "ep", "replicas")]
+        parts = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "ep", "dp", "replicas")]
         return ", ".join(part for part in parts if not part.endswith(" 1")) or "1 device"
 
     def check(self, spec: ModelSpec) -> None:
@@ -56,8 +65,11 @@ class Layout:
         if self.pp > spec.num_layers:
             raise ConfigError(f"pp is {self.pp}; the model has only {spec.num_layers} layers")
         has_experts = any(not isinstance(one.feed_forward, DenseSpec) for one in spec.layers)
-        if self.ep > 1 and not has_experts:
-            raise ConfigError(f"ep is {self.ep}; this model has no experts to divide")
+        for name in ("ep", "dp"):
+            if getattr(self, name) > 1 and not has_experts:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; this model has no experts to divide"
+                )
         for layer in dict.fromkeys(spec.layers):
             self._check_layer(layer)
 
@@ -68,7 +80,9 @@ class Layout:
             self._divides("tp", self.tp, inner.intermediate_size, "rows of the feed-forward")
             return
         self._divides("ep", self.ep, inner.num_experts, "experts")
-        self._divides("tp", self.tp // self.ep, inner.intermediate_size, "rows of an expert")
+        self._divides(
+            "tp", self.expert_devices // self.ep, inner.intermediate_size, "rows of an expert"
+        )
 
     def _divides(self, name: str, size: int, total: int, what: str) -> None:
         if total < size:

@@ -14,7 +14,7 @@ import platform
 import secrets
 import selectors
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +36,14 @@ from ridgeline.distributed.messages import (
     Failed,
     Hello,
     Refused,
+    Result,
     Said,
     Welcome,
 )
 from ridgeline.errors import ConfigError, EngineLost, RidgelineError
 from ridgeline.frames import HEADER, BrokenWire, frame, frame_length, read_frame
 from ridgeline.log import say
+from ridgeline.step import PartialResults, StepResult
 
 if TYPE_CHECKING:  # a rank says who it is before it loads torch
     from ridgeline.distributed.placement import Collective
@@ -301,6 +303,7 @@ class Ranks:
         self._members: dict[int, _Peer] = {}
         self._strangers: set[_Peer] = set()
         self._said: dict[type, dict[int, Any]] = {}
+        self.results = PartialResults()
         self._refusal = ""
         self._changed = Condition()
         self._is_closed = False
@@ -352,11 +355,18 @@ class Ranks:
 
     def send(self, message: Command) -> None:
         """To all. EngineLost when one is gone."""
-        data = frame(message)
-        for peer in self._members.values():
+        self.send_each([message] * self.size)
+
+    def send_each(self, messages: Sequence[Command]) -> None:
+        """To each rank its own; that of rank 0 goes nowhere."""
+        data: dict[int, bytes] = {}
+        for rank, peer in self._members.items():
+            message = messages[rank]
+            if id(message) not in data:
+                data[id(message)] = frame(message)
             try:
                 with peer.sending:
-                    peer.sock.sendall(data)
+                    peer.sock.sendall(data[id(message)])
             except OSError:
                 self.raise_lost()
 
@@ -369,6 +379,14 @@ class Ranks:
                 self._changed.wait()
             del self._said[kind]
         return [said[rank] for rank in sorted(said)]
+
+    def result(self, step_id: int, number: int) -> StepResult:
+        """What so many ranks say of this step."""
+        with self._changed:
+            while not self.results.has(step_id, number):
+                self._check()
+                self._changed.wait()
+            return self.results.take(step_id)
 
     def check(self) -> None:
         """Raises what ended the group, if it has ended."""
@@ -482,6 +500,10 @@ class Ranks:
             raise BrokenWire("it did not say who it is")
         elif isinstance(said, Answer):
             peer.answer = said
+        elif isinstance(said, Result):
+            with self._changed:
+                self.results.add(said.step_id, peer.rank, said.result)
+                self._changed.notify_all()
         elif isinstance(said, Failed):
             kind = ConfigError if said.is_asked else EngineLost
             self._lose(kind(f"{peer.words}: {said.message}"))

@@ -3,7 +3,8 @@
 The driver asks who is there (`Challenge`), the rank proves that it knows the secret and says who
 it is (`Hello`), and the driver proves the same (`Welcome`) or says why not (`Refused`). Then the
 driver has it open the model (`Open`) and build its share (`Build`), and sends each step. A rank
-says nothing of a step that goes well.
+says nothing of a step that goes well, but where groups of ranks attend for rows of their own the
+first rank of each says what they got (`Result`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ridgeline.step import (
     NewRequest,
     ScheduledRequest,
     StepPlan,
+    StepResult,
 )
 
 
@@ -147,6 +149,13 @@ class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
     call: str
 
 
+class Result(msgspec.Struct, tag="result", array_like=True, frozen=True):
+    """What a step has given for the rows of a group of ranks."""
+
+    step_id: int
+    result: StepResult
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The rank's last words. `is_asked`: what was asked for cannot be had."""
 
@@ -155,7 +164,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 Command = Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Prepare | Ask
-Said = Hello | Opened | Built | Answer | Failed
+Said = Hello | Opened | Built | Answer | Result | Failed
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)

@@ -15,6 +15,7 @@ from ridgeline.errors import ConfigError, check
 
 if TYPE_CHECKING:
     from ridgeline.distributed.pipeline import Pipeline
+    from ridgeline.distributed.wave import Wave
 
 
 class Collective(ABC):
@@ -72,18 +73,21 @@ class Partial(Collective):
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`ep` groups of the ranks divide the experts of a layer; those within a group divide each.
-    With a `pipeline` all of them are one of its stages."""
+    With a `pipeline` all of them are one of its stages; with a `wave` they are one of several
+    groups that attend for tokens of their own, and experts are divided among the ranks of all."""
 
     rank: int = 0
     size: int = 1
     collective: Collective | None = None
     ep: int = 1
     pipeline: Pipeline | None = None
+    wave: Wave | None = None
 
     def __post_init__(self) -> None:
         check(0 <= self.rank < self.size, "rank lies inside size", rank=self.rank, size=self.size)
         check(self.size == 1 or self.collective is not None, "more than one rank can talk")
-        check(self.size % self.ep == 0, "groups for experts are alike", ep=self.ep, size=self.size)
+        size = self.for_experts.size
+        check(size % self.ep == 0, "groups for experts are alike", ep=self.ep, size=size)
 
     def shard(self, total: int, what: str, unit: int = 1) -> Shard:
         """This rank's share of `total`, whole units of it if there are enough. ConfigError names
@@ -113,6 +117,13 @@ class Placement:
         return self.rank == 0 or before != self.shard_heads(num_kv_heads)
 
     @property
+    def for_experts(self) -> Placement:
+        """Among all ranks that divide experts."""
+        if (wave := self.wave) is None:
+            return self
+        return Placement(wave.rank, wave.size, wave.collective, self.ep)
+
+    @property
     def partial(self) -> Placement:
         """The same ranks, whose sums stay partial."""
         return replace(self, collective=None if self.size == 1 else Partial())
@@ -120,14 +131,16 @@ class Placement:
     @property
     def of_experts(self) -> Placement:
         """Among the ranks that divide each expert; sums stay partial."""
-        size = self.size // self.ep
-        return Placement(self.rank % size, size, None if size == 1 else Partial())
+        every = self.for_experts
+        size = every.size // self.ep
+        return Placement(every.rank % size, size, None if size == 1 else Partial())
 
     def shard_experts(self, num_experts: int) -> Shard:
         """Those of this rank's group."""
         if num_experts < self.ep:
             raise ConfigError(f"ep is {self.ep}; {num_experts} experts are for at most as many")
-        return shard(num_experts, self.rank * self.ep // self.size, self.ep)
+        every = self.for_experts
+        return shard(num_experts, every.rank * self.ep // every.size, self.ep)
 
     def shard_rows(self, total: int) -> Shard:
         """A share of ceil(total / size) rows, shorter or empty at the end."""

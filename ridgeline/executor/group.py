@@ -2,58 +2,104 @@
 
 Every rank samples for itself: logits are gathered with the same bits, and the noise is a function
 of seed, position and token. So ranks send nothing back, and the answer of rank 0 is that of all.
+In a wave each group of ranks gets its own part of the plan, and its first rank says what came of
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from ridgeline.distributed.links import Ranks
-from ridgeline.distributed.messages import Prepare, Score, step_message
+from ridgeline.distributed.messages import Command, Prepare, Score, step_message
+from ridgeline.distributed.wave import Wave
 from ridgeline.errors import EngineFault
 from ridgeline.executor.future import Failed
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import WarmUp
-from ridgeline.step import KnowsEnd, StepFuture, StepPlan, StepResult
+from ridgeline.layers.experts import Experts
+from ridgeline.step import KnowsEnd, StepFuture, StepPlan, StepResult, WaveCutter
+
+
+class WaveExecutor(LocalExecutor):
+    """Runs the part of each step that one group of ranks has. No step is captured and nothing is
+    drafted."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        layers = (layer.feed_forward for layer in self._decoder.layers)
+        self._experts = [layer for layer in layers if isinstance(layer, Experts)]
+
+    def _run(self, plan: StepPlan) -> StepFuture:
+        future = super()._run(plan)
+        if not plan.scheduled:  # the others wait for this group's experts all the same
+            decoder = self._decoder
+            shape = (0, decoder.spec.hidden_size)
+            no_TE = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+            for layer in self._experts:
+                layer.of(no_TE)
+        return future
 
 
 class GroupExecutor:
     """A step that fails on one rank leaves the others in the middle of it: EngineLost."""
 
-    def __init__(self, inner: LocalExecutor, ranks: Ranks) -> None:
+    def __init__(self, inner: LocalExecutor, ranks: Ranks, wave: Wave | None = None) -> None:
         self.inner = inner
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
-        self._ranks = ranks
+        self._ranks, self._wave = ranks, wave
+        self._cutter = None if wave is None else WaveCutter(wave.groups)
         ranks.started()
 
     def submit(self, plan: StepPlan) -> StepFuture:
         ranks = self._ranks
         ranks.check()
         with ranks.waiting():
-            ranks.send(step_message(plan))
+            own = self._send(plan)
             ranks.whereabouts.begin(plan.step_id)
-            future = self.inner.submit(plan)
+            future = self.inner.submit(own)
         if isinstance(future, Failed):
             ranks.raise_lost(future.cause)
-        return GroupFuture(future, ranks)
+        others = 0 if self._wave is None else self._wave.groups - 1
+        return GroupFuture(future, ranks, plan.step_id, others)
+
+    def _send(self, plan: StepPlan) -> StepPlan:
+        """To each of the others its part of it; returns that of rank 0."""
+        ranks, wave = self._ranks, self._wave
+        if wave is None or self._cutter is None:
+            ranks.send(step_message(plan))
+            return plan
+        parts = self._cutter.cut(plan)
+        messages: list[Command] = [step_message(part) for part in parts]
+        ranks.send_each([messages[rank // wave.width] for rank in range(wave.size)])
+        return parts[0]
 
 
 class GroupFuture:
-    def __init__(self, inner: StepFuture, ranks: Ranks) -> None:
+    """`others`: groups of ranks that say themselves what came of their parts."""
+
+    def __init__(self, inner: StepFuture, ranks: Ranks, step_id: int, others: int) -> None:
         self._inner, self._ranks = inner, ranks
+        self._step_id, self._others = step_id, others
 
     def is_over(self) -> bool:
-        return self._inner.is_over() if isinstance(self._inner, KnowsEnd) else False
+        is_here = self._ranks.results.has(self._step_id, self._others)
+        return is_here and isinstance(self._inner, KnowsEnd) and self._inner.is_over()
 
     def result(self) -> StepResult:
         try:
             with self._ranks.waiting():
-                return self._inner.result()
+                mine, ranks = self._inner.result(), self._ranks
+                if not self._others:
+                    return mine
+                ranks.results.add(self._step_id, 0, mine)
+                return ranks.result(self._step_id, self._others + 1)
         except EngineFault as fault:
             self._ranks.raise_lost(str(fault))
             raise

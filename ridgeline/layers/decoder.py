@@ -307,7 +307,11 @@ class Decoder:
                     if progress is not None:
                         progress(done)
                 part.finish()
-        check(self.placement.size > 1 or not wanted, "every tensor was read", left=sorted(wanted))
+        check(
+            self.placement.for_experts.size > 1 or not wanted,
+            "every tensor was read",
+            left=sorted(wanted),
+        )
         self._check_tied(source)
 
     def _check_tied(self, source: TensorSource) -> None:

@@ -84,7 +84,8 @@ class Stack:
 class Experts:
     """`name(role, expert)` is the checkpoint name of a tensor of this layer. Each expert is divided
     among the ranks like a dense feed-forward, or lies whole on one of them, see `Placement.ep`:
-    every rank has all tokens, and the sums of all experts meet once. Shared experts that are some
+    every rank has all tokens, and the sums of all experts meet once. In a wave each group of ranks
+    has tokens of its own: those of all groups are gathered first. Shared experts that are some
     times as wide as the others are so many more of them in grouped products. `units`: what experts
     and shared ones are divided by.
 
@@ -133,9 +134,10 @@ class Experts:
             inner = Shard(number * spec.intermediate_size, spec.intermediate_size)
             made = hidden_size, shared_name, linear, placement
             self._take(FeedForward(shared, *made, inner=inner))
-        if spec.shared_size and not self.slices:
-            partly = partial(linear, placement=placement.partial)
-            made = hidden_size, shared_name, partly, placement.partial
+        if spec.shared_size and not self.slices:  # in a wave each group sums up its own
+            partial_or_own = placement.partial if placement.wave is None else placement
+            partly = partial(linear, placement=partial_or_own)
+            made = hidden_size, shared_name, partly, partial_or_own
             self.shared = FeedForward(shared, *made, unit=units[1])
         self.router = Router(
             spec, hidden_size, name, router_linear, deterministic=deterministic, slices=self.slices
@@ -178,7 +180,7 @@ class Experts:
         self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
     ) -> None:
         """Adds what the experts make of the normed states, and its own norm of that."""
-        if self.matrices is None or norm_out is not None or self.placement.size > 1:
+        if self.matrices is None or norm_out is not None or self.placement.for_experts.size > 1:
             hidden.add(self.of(hidden.normed(norm)), norm_out)
             return
         if norm is not None and norm.fuses and self.router.takes_norm(len(hidden.sum_TE)):
@@ -192,18 +194,28 @@ class Experts:
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""
-        return self.placement.all_reduce(self._partly(x_TE))
+        if (wave := self.placement.wave) is None:
+            routes = self.router.route(x_TE)
+            return self.placement.all_reduce(self._partly(x_TE, routes, self.shared))
+        every_TE = wave.gather(x_TE)
+        routes, own = self.router.route(every_TE), wave.own
+        y_TE = wave.all_reduce(self._partly(every_TE, routes))[own]
+        if self.shared is None or not len(x_TE):
+            return y_TE
+        shared_T1 = None if routes.shared_T1 is None else routes.shared_T1[own]
+        return y_TE + _of_shared(self.shared, x_TE, routes._replace(shared_T1=shared_T1))
 
-    def _partly(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """By what this rank holds."""
-        routes = self.router.route(x_TE)
+    def _partly(
+        self, x_TE: torch.Tensor, routes: Routes, beside: FeedForward | None = None
+    ) -> torch.Tensor:
+        """By what this rank holds. `beside`: the shared experts, for all of these tokens."""
         if self.packed is not None:
             return packed_experts(
                 x_TE,
                 routes.weights_TA,
                 routes.experts_TA,
                 self.packed,
-                beside_TE=None if self.shared is None else self.shared.of(x_TE),
+                beside_TE=None if beside is None else beside.of(x_TE),
                 beside_weights_T1=routes.shared_T1,
                 load_X=self.load_X,
             )
@@ -211,7 +223,7 @@ class Experts:
             y_TE = self._one_by_one(x_TE, routes)
         else:
             y_TE = self._grouped(x_TE, routes, self.matrices)
-        return y_TE if self.shared is None else y_TE.add_(_of_shared(self.shared, x_TE, routes))
+        return y_TE if beside is None else y_TE.add_(_of_shared(beside, x_TE, routes))
 
     def _one_by_one(self, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Of experts that have tokens; the host asks which."""
@@ -321,7 +333,12 @@ def _num_slices(spec: ExpertsSpec, expert: FeedForward, placement: Placement) ->
     """As so many more experts the shared ones go through the grouped products of this device."""
     is_stacked = all(tensor.device.type in STACKED_ON for tensor in expert.gate_up.tensors())
     fits = spec.shared_size % spec.intermediate_size == 0 and not spec.bias
-    if is_stacked and fits and placement.size == 1 and expert.gate_up.format.cuts_columns:
+    if (
+        is_stacked
+        and fits
+        and placement.for_experts.size == 1
+        and expert.gate_up.format.cuts_columns
+    ):
         return spec.shared_size // spec.intermediate_size
     return 0
 

@@ -21,8 +21,9 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHeader:
-    """What one life of an engine was made of. `setup` is what pricing needs to know (the model's
-    configuration, device, formats), as plain JSON values; empty when it was not known."""
+    """What one life of an engine was made of; `num_blocks` are those of each of its `pools`.
+    `setup` is what pricing needs to know (the model's configuration, device, formats), as plain
+    JSON values; empty when it was not known."""
 
     num_blocks: AtLeastOne
     block_size: AtLeastOne
@@ -41,6 +42,7 @@ class EngineHeader:
     max_preemptions: int
     max_num_mixed_tokens: int | None = None
     stages: AtLeastOne = 1  # of its pipeline
+    pools: AtLeastOne = 1  # of blocks, on devices that attend for rows of their own
     computes_in_submit: bool = False  # the executor is done with a step when it has taken it
     threads: int = 0  # that compute, of a CPU; 0: not known
     model: str = ""
@@ -53,7 +55,7 @@ def header_of(scheduler: Scheduler, **others: Any) -> EngineHeader:
     know."""
     blocks = scheduler.blocks
     return EngineHeader(
-        num_blocks=blocks.num_blocks,
+        num_blocks=blocks.pools[0].num_blocks,
         block_size=blocks.block_size,
         windows=tuple(blocks.windows),
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -64,6 +66,7 @@ def header_of(scheduler: Scheduler, **others: Any) -> EngineHeader:
         max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         stages=scheduler.stages,
+        pools=len(blocks.pools),
         **{name: value for name, value in others.items() if value is not None},
     )
 

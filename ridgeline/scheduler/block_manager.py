@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
@@ -16,6 +17,12 @@ UNBOUNDED_TOKENS = 1 << 30  # what a pool can serve when every layer has a windo
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+@cache
+def _no_blocks(num_groups: int) -> BlockTables:
+    """The same object for all pools."""
+    return ((),) * num_groups
 
 
 def blocks_needed(
@@ -100,6 +107,7 @@ class BlockManager:
     ) -> None:
         check(num_blocks > 0 and block_size > 0, "a pool has blocks", num_blocks=num_blocks)
         check(len(windows) > 0, "a pool serves at least one group")
+        self.pools: tuple[BlockManager, ...] = (self,)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = windows
@@ -110,7 +118,7 @@ class BlockManager:
         self.edges = frozenset(
             {0} | {(window - 1) % block_size for window in windows if window is not None}
         )
-        self.no_blocks: BlockTables = ((),) * len(windows)
+        self.no_blocks = _no_blocks(len(windows))
         self._nothing = Prefix(0, self.no_blocks)
         self._no_change: tuple[BlockTables, tuple[BlockCopy, ...]] = (self.no_blocks, ())
         # Free blocks are taken in this order: those that nobody may find, the last one first; then
@@ -134,6 +142,11 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         return len(self._plain) + len(self._cached)
+
+    @property
+    def most_free_blocks(self) -> int:
+        """Of one pool: as many as a request may find."""
+        return self.num_free_blocks
 
     @property
     def num_deferred_blocks(self) -> int:

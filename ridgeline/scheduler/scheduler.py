@@ -110,6 +110,9 @@ class Scheduler:
     divided evenly among as many steps as there are stages. Chunks of a prompt may follow each
     other: each stage runs its part of all steps in order, so what holds for a device's keys and
     values holds for those of a stage.
+
+    Where `blocks` are several pools (data-parallel attention), each request is served out of one:
+    only those of its pool make room for it.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class Scheduler:
         self.max_num_mixed_tokens = mixed
         self.stages = stages
         self.capacity = Capacity(
-            blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
+            blocks.pools[0], max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
         self.state = SchedulerState(blocks, policy, max_num_seqs, starvation_limit, max_preemptions)
         self.beams = BeamSearches(self.state)
@@ -458,25 +461,25 @@ class Scheduler:
     def _make_room(self, request: Request, missing: int, step: _Step) -> bool:
         """Preempt those ranked behind `request`, the last first, until `missing` more blocks are
         free. False: wait; either enough is coming back, or nobody may be preempted."""
-        blocks, target = self.blocks, self.blocks.num_free_blocks + missing
+        blocks, pool = self.blocks.pools[request.pool], request.pool
+        target = blocks.num_free_blocks + missing
         behind = reversed(self.running.in_order(step.now))
         while blocks.num_free_blocks < target:
-            coming = blocks.num_deferred_blocks + self._num_leaving()
+            coming = blocks.num_deferred_blocks + self._num_leaving(pool)
             if blocks.num_free_blocks + coming >= target:
                 return False
-            victim = next(
-                (v for _, _, v in behind if v is request or self._may_preempt(v, step)), request
-            )
+            here = (v for _, _, v in behind if v.pool == pool)
+            victim = next((v for v in here if v is request or self._may_preempt(v, step)), request)
             if victim is request:
                 return False
             self.state.preempt(victim, step.now)
         return True
 
-    def _num_leaving(self) -> int:
-        """Blocks that leave somebody's window when the steps in flight are over."""
+    def _num_leaving(self, pool: int) -> int:
+        """Blocks of it that leave somebody's window when the steps in flight are over."""
         if not self.blocks.has_windows:
             return 0
-        return sum(self.blocks.num_leaving(row) for row in self.running)
+        return sum(self.blocks.num_leaving(row) for row in self.running if row.pool == pool)
 
     def _may_preempt(self, request: Request, step: _Step) -> bool:
         return request in self.running and request.request_id not in step.num_planned
@@ -525,7 +528,7 @@ class Scheduler:
         ids, num_prompt = row.prompt_token_ids, len(row.prompt_token_ids)
         if len(row.token_ids) > num_prompt:
             ids = tuple(row.token_ids)
-        return NewRequest(row.request_id, ids, num_prompt, row.sampling, tables)
+        return NewRequest(row.request_id, ids, num_prompt, row.sampling, tables, row.pool)
 
     # ------------------------------------------------------------------ waiting requests
 
@@ -572,7 +575,7 @@ class Scheduler:
             if prefix is None:
                 continue  # a fork whose parent has lost the prompt
             if not self._fits(request, prefix):
-                self._no_room = (request, self.state.num_changes, self.blocks.num_free_blocks)
+                self._no_room = (request, self.state.num_changes, self.blocks.most_free_blocks)
                 return
             num_tokens = len(request.token_ids) - prefix.num_tokens
             if not self.chunked_prefill and num_tokens > step.budget:
@@ -602,7 +605,7 @@ class Scheduler:
             return True
         who, change, num_free = self._no_room
         is_same = who is request and change == self.state.num_changes
-        return not is_same or self.blocks.num_free_blocks > num_free
+        return not is_same or self.blocks.most_free_blocks > num_free
 
     def _prefix(self, request: Request, step: _Step) -> Prefix | None:
         """What it need not compute. None: it is parked until its parent has the prompt."""
@@ -611,6 +614,7 @@ class Scheduler:
             if not has_prompt(parent, parent.num_computed_tokens - planned):
                 self._park_again(request, parent)
                 return None
+            request.pool = parent.pool
             shared = self.blocks.share(parent, len(request.prompt_token_ids) - 1)
             if shared is not None:
                 return shared
@@ -629,12 +633,13 @@ class Scheduler:
     def _fits(self, request: Request, prefix: Prefix) -> bool:
         """Is there room for all its tokens so far? And for one that was preempted too often, or
         beside such a one: for everything that anybody running may still ask for?"""
-        chunk, blocks = self.max_num_batched_tokens, self.blocks
+        chunk, blocks = self.max_num_batched_tokens, self.blocks.pools[request.pool]
         if not blocks.fits(prefix, len(request.token_ids) - prefix.num_tokens, chunk):
             return False
         if not self.state.num_exempt:
             return True
-        to_come = sum(self._num_blocks_to_come(other) for other in self.running)
+        beside = (other for other in self.running if other.pool == request.pool)
+        to_come = sum(self._num_blocks_to_come(other) for other in beside)
         return self.capacity.blocks_needed(request) + to_come <= blocks.num_free_blocks
 
     def _num_blocks_to_come(self, request: Request) -> int:

@@ -141,6 +141,7 @@ class SchedulerState:
         request.has_output = True
         prefix = None
         if ended.block_ids and len(self.running) < self.max_num_seqs and not self.num_exempt:
+            request.pool = ended.pool
             prefix = self.blocks.share(ended, ended.num_computed_tokens)
         if prefix is None:
             self.waiting.put_back(request, now)

@@ -98,7 +98,7 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
         served.spec.vocab_size,
         resolved.max_model_len,
         resolved.block_size,
-        resolved.num_blocks,
+        served.engine.scheduler.blocks.num_blocks,
         resolved.max_num_seqs,
         tuple(sorted(served.end_token_ids)),
         tuple(sorted(served.generation.asked().items())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ridgeline.clock import VirtualClock
@@ -24,6 +25,7 @@ from ridgeline.observe.event_log import (
 )
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.block_pools import open_pools
 from ridgeline.scheduler.cache_shares import IDLE_POOLS
 from ridgeline.scheduler.policies.base import Policy
 from ridgeline.scheduler.scheduler import Scheduler
@@ -80,9 +82,15 @@ class PlayedFuture:
 def play(log: EventLog, policy: Policy) -> tuple[list[str], list[str], list[RequestOutput]]:
     """(digests in the log, digests of the engine that did it again, its outputs)."""
     header, clock = log.header, VirtualClock()
-    blocks = BlockManager(
-        header.num_blocks, header.block_size, header.windows, header.prefix_caching, b"other key"
+    make = partial(
+        BlockManager,
+        header.num_blocks,
+        header.block_size,
+        header.windows,
+        header.prefix_caching,
+        b"other key",
     )
+    blocks = open_pools(make, header.pools, header.max_num_batched_tokens)
     scheduler = Scheduler(
         blocks,
         policy,
