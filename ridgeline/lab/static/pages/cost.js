@@ -54,7 +54,7 @@ function frontier(h, d, inputs, act, width) {
       <circle cx=${cx} cy=${cy} r="22" fill="transparent" />
       <circle cx=${cx} cy=${cy} r="9" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />
     </g>
-    <text class="halo strong" x=${Math.max(left + 70, Math.min(right - 70, cx))} y=${isNarrow ? cy + 28 : cy - 16} text-anchor="middle" fill="var(--accent)">${inputs.batch} at once ${dollars(d.chosen.mid)}</text>
+    <text class="halo strong" x=${isNarrow ? right - 66 : Math.max(left + 70, Math.min(right - 70, cx))} y=${isNarrow ? cy + 28 : cy - 16} text-anchor="middle" fill="var(--accent)">${inputs.batch} at once ${dollars(d.chosen.mid)}</text>
   </svg>`;
 }
 

@@ -57,7 +57,7 @@ function roof(h, d, inputs, act, width) {
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="22" fill="transparent" />
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="9" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />
     </g>
-    <text class="halo strong" x=${x(d.step.intensity) - 13} y=${y(d.step.rate) - 9} text-anchor=${x(d.step.intensity) > 110 ? "end" : "start"} fill="var(--accent)">${inputs.batch} ${inputs.batch === 1 ? "request" : "requests"}</text>
+    <text class="halo strong" x=${x(d.step.intensity) - 13} y=${y(d.step.rate) - 9 - below} text-anchor=${x(d.step.intensity) > 110 ? "end" : "start"} fill="var(--accent)">${inputs.batch} ${inputs.batch === 1 ? "request" : "requests"}</text>
   </svg>`;
 }
 

@@ -74,8 +74,17 @@ function Drawing({ draw, state, act, width }) {
   return draw(html, state.answer, state.inputs, act, width);
 }
 
-/** @param {{page: any, given: URLSearchParams}} props */
-function PageView({ page, given }) {
+/** The pages before and behind this one, in the order in which one may read them. @param {{page: any, all: any[]}} props */
+function Neighbours({ page, all }) {
+  const at = all.indexOf(page), [before, behind] = [all[at - 1], all[at + 1]];
+  return html`<nav class="neighbours" aria-label="neighbouring pages">
+    ${before && html`<a href="#${before.name}">← ${before.title}</a>`}
+    ${behind && html`<a href="#${behind.name}" class="next"><b>${behind.title} →</b><span>${behind.idea}</span></a>`}
+  </nav>`;
+}
+
+/** @param {{page: any, given: URLSearchParams, all: any[]}} props */
+function PageView({ page, given, all }) {
   const [inputs, setInputs] = useState(() => fromAddress(page, given));
   const [parts, setParts] = useState(/** @type {any} */ (null));
   const stage = useRef(/** @type {HTMLElement | null} */ (null));
@@ -100,12 +109,12 @@ function PageView({ page, given }) {
         : html`<p class="sentence" role="status">${state.wait ?? (answer && unbroken(answer.sentence))}</p>`}
       ${answer?.guess && html`<${Guess} key=${answer.guess.ask} guess=${answer.guess} />`}
     </section>
-    ${answer && html`<${Details} ...${{ page, answer, stage, reset }} />`}
+    ${answer && html`<${Details} ...${{ page, answer, stage, reset, all }} />`}
   </main>`;
 }
 
-/** @param {{page: any, answer: any, stage: any, reset: any}} props */
-function Details({ page, answer, stage, reset }) {
+/** @param {{page: any, answer: any, stage: any, reset: any, all: any[]}} props */
+function Details({ page, answer, stage, reset, all }) {
   const [note, setNote] = useState("");
   const [words, setWords] = useState("");
   useEffect(() => { text(page.name).then(setWords, () => {}); }, []);
@@ -124,6 +133,7 @@ function Details({ page, answer, stage, reset }) {
     <${Tables} tables=${answer.tables} />
     <${Questions} questions=${answer.questions} />
     ${words && html`<article class="words" dangerouslySetInnerHTML=${{ __html: words }}></article>`}
+    <${Neighbours} ...${{ page, all }} />
   </div>`;
 }
 
@@ -163,7 +173,7 @@ function Lab() {
     : fault ? html`<main class="index"><p class="failed" role="alert">${fault}</p></main>`
     : all === null ? html`<main class="index"><p class="waiting" role="status">loading…</p></main>`
     : at.name === "live" && hasLive ? html`<${LiveView} />`
-    : page ? html`<${PageView} key=${location.hash} page=${page} given=${at.given} />` : html`<${Index} all=${all} hasLive=${hasLive} />`;
+    : page ? html`<${PageView} key=${location.hash} page=${page} given=${at.given} all=${all} />` : html`<${Index} all=${all} hasLive=${hasLive} />`;
   return html`<nav class="top"><a href="#" class="home">Ridgeline lab</a>
     ${all && (page || at.name === "live") && html`<select aria-label="page" value=${at.name} onChange=${(/** @type {any} */ e) => { location.hash = e.target.value; }}>
       ${hasLive && html`<option value="live">Live</option>`}${all.map((one) => html`<option value=${one.name}>${one.title}</option>`)}</select>`}
