@@ -58,7 +58,13 @@ def engine_pricer(
         Setup(
             spec,
             figures,
-            Layout(resolved.tp, max(1, len(resolved.stages)), resolved.ep, dp=resolved.dp),
+            Layout(
+                tp=resolved.tp,
+                pp=max(1, len(resolved.stages)),
+                ep=resolved.ep,
+                dp=resolved.dp,
+                starts=tuple(first for first, _ in resolved.stages[1:]),
+            ),
             precision=precision,
             calibration=replace(constants, host=host),
         )

@@ -37,7 +37,7 @@ from ridgeline.cost.memory import (
     weight_items,
     working_items,
 )
-from ridgeline.cost.pipeline import cut_by_price
+from ridgeline.cost.pipeline import ONE_REQUEST, with_cuts
 from ridgeline.cost.setup import DTYPE_BYTES, Layout, Precision, Setup
 from ridgeline.costing import unknown_device
 from ridgeline.devices import Device
@@ -308,7 +308,7 @@ def _choose(
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
     collective = _collective(config, kind, decisions)
-    stages = _cut(config, spec, kind, dtype, weight_format, decisions)
+    stages = _cut(config, spec, device, kind, dtype, weight_format, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
     if captured and (why := _why_not_captured(config, collective)):
         decisions.note("captured steps", captured, "none", why)
@@ -365,13 +365,14 @@ def _stages(
 def _cut(
     config: EngineConfig,
     spec: ModelSpec,
+    device: _Memory,
     kind: str,
     dtype: str,
     weight_format: str,
     decisions: _Decisions,
 ) -> tuple[tuple[int, int], ...]:
-    """Stages of which the slowest is fastest in a usual step; none without a pipeline. ConfigError
-    for more ranks than there is something to divide among."""
+    """Stages of which the slowest is fastest in a usual step, among those that fit; none without a
+    pipeline. ConfigError for more ranks than there is something to divide among."""
     Layout(tp=config.tp, ep=config.ep, dp=config.dp).check(spec)
     if config.dp > 1 and kind != "cpu":
         raise ConfigError(f"dp {config.dp} is served on CPUs alone, not on {kind}; use dp 1")
@@ -381,10 +382,14 @@ def _cut(
         raise ConfigError(f"pp {config.pp} is served on CPUs alone, not on {kind}; use pp 1")
     if config.pp > spec.num_layers:
         raise ConfigError(f"pp is {config.pp}; the model has only {spec.num_layers} layers")
-    figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=0)
+    free = min(device.free, int(device.total * config.memory_utilization))
+    figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=free)
     precision = Precision(dtype, weight_format, config.kv_cache_dtype)
-    setup = Setup(spec, figures, Layout(tp=config.tp, ep=config.ep, dp=config.dp), precision)
-    found = tuple((one.start, one.stop) for one in cut_by_price(setup, config.pp))
+    layout = Layout(tp=config.tp, pp=config.pp, ep=config.ep, dp=config.dp)
+    least = replace(ONE_REQUEST, max_model_len=config.max_model_len or 1, utilization=1.0)
+    layout = with_cuts(Setup(spec, figures, layout, precision), least).layout
+    stages = (layout.stage_layers(spec.num_layers, stage) for stage in range(config.pp))
+    found = tuple((one.start, one.stop) for one in stages)
     shown = ", ".join(f"{first}-{behind - 1}" for first, behind in found)
     decisions.note("pp", config.pp, config.pp, f"layers {shown}: the slowest stage is fastest so")
     return found

@@ -95,6 +95,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
     """Raises ConfigError for a model, device, format or layout that is not there."""
     from ridgeline.architectures.scheme_config import is_quantized
     from ridgeline.cost.captured import as_served
+    from ridgeline.cost.pipeline import with_cuts
     from ridgeline.cost.setup import Layout, Precision, Setup
     from ridgeline.formats import CHECKPOINT
 
@@ -104,7 +105,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     weights = args.weights or (CHECKPOINT if is_quantized(spec) else own)
     precision = Precision.named(weights, args.kv, dtype=own)
     constants = as_served(calibration, spec, device, precision)
-    return Setup(spec, device, Layout(args.tp, args.pp, args.ep), precision, constants)
+    layout = Layout(args.tp, args.pp, args.ep)
+    return with_cuts(Setup(spec, device, layout, precision, constants))
 
 
 def own_format(spec: ModelSpec, device: Device) -> str:

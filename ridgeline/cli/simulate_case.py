@@ -14,6 +14,7 @@ from ridgeline.cost.captured import MAX_VERIFIED_TOKENS, mixed_tokens
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
+from ridgeline.cost.pipeline import step_prices
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Layout, Setup
@@ -99,7 +100,8 @@ class Case:
         batch = max(1, min(full.limits.max_num_seqs, places))
         budget = max(full.limits.max_num_batched_tokens, batch)
         load, stages = Load(1, num_input, num_output, budget), self.setup.layout.pp
-        return saturation(full.machine.pricer, load, batch, stages)
+        pricer = full.machine.pricer if stages == 1 else step_prices(self.setup)
+        return saturation(pricer, load, batch, stages)
 
     def least_requests(self, throughput: Throughput) -> int:
         """How many requests a run needs to tell the capacity: those that fill empty places wait for

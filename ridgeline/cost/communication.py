@@ -7,8 +7,9 @@ Each formula has a part per message (alpha, the link's latency) and a part per b
              two-shot  2 a + 2 (n-1)/n X/bw               every rank sums one part, then all gather
   all-gather           a + (n-1)/n X/bw                   X bytes after it
   all-to-all           a + (n-1)/n X/bw                   X bytes on every rank
-  point to point       a + X/bw
+  point to point       a + X/bw                        gloo: 3 a + X/bw
 
+gloo sends when the receiver, which it asks first, has answered; who waits already has answered.
 One- and two-shot need every pair to see each other's memory, that is, a link inside one node.
 Decode steps send little and pay for the latency; prefill steps pay for the bytes.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from ridgeline.cost.hardware import Device
 from ridgeline.errors import ConfigError
 
-NETWORK_LATENCY_S = 25e-6  # one hop between nodes
+ASKED_FIRST = 3  # latencies of a message between stages by gloo, which serves those of CPUs
 HOST_LATENCY_S = 40e-6  # through host memory, without a link between devices
 HOST_SHARE = 0.5  # of the host link's rate: every byte goes up and comes down
 HOST_DEVICES = 8  # devices on one host
@@ -50,7 +51,7 @@ def wire(device: Device, ranks: int) -> Wire:
         return Wire("host memory", speed, HOST_LATENCY_S, is_direct=False)
     if device.network_bytes_per_s:
         speed = device.network_bytes_per_s
-        return Wire("network", speed, NETWORK_LATENCY_S, is_direct=False)
+        return Wire("network", speed, device.network_latency_s, is_direct=False)
     raise ConfigError(f"{ranks} devices {device.name} have no way to talk to each other")
 
 

@@ -105,6 +105,7 @@ class Device:
     vendor: str
     measured: bool = False
     sram: OnChip | None = None  # None: nobody says
+    network_latency_s: float = 25e-6  # one hop between nodes
 
     @property
     def is_assumed(self) -> bool:
@@ -258,6 +259,7 @@ def device_from_json(data: Mapping[str, Any], where: str) -> Device:
         vendor=reader.text("vendor"),
         measured=bool(data.get("measured", False)),
         sram=_sram(data.get("sram"), where),
+        network_latency_s=reader.number_or("network_latency_us", 25.0) / 1e6,
     )
 
 
@@ -278,6 +280,7 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "link": None if link is None else _link_to_json(link),
         "host_link_gb_per_s": device.host_link_bytes_per_s / 1e9,
         "network_gb_per_s": device.network_bytes_per_s / 1e9,
+        "network_latency_us": device.network_latency_s * 1e6,
         "watts": device.watts,
         "all_in_kw": device.all_in_kw,
         "prices": [_price_to_json(price) for price in device.prices],
@@ -315,6 +318,9 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e18:
             raise ConfigError(f"{self._where}: {key} must be a number from 0, not {value!r}")
         return float(value)
+
+    def number_or(self, key: str, default: float) -> float:
+        return self.number(key) if key in self._data else default
 
     def positive(self, key: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 
 from ridgeline.architectures.counts import kv_bytes_per_token, layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.cost.fit_suggestions import Change, Limits
 from ridgeline.cost.fit_suggestions import fit_suggestions as find_ways
-from ridgeline.cost.memory_items import WEIGHTS, MemoryItem, size_text, stage_layers, weight_items
+from ridgeline.cost.memory_items import WEIGHTS, MemoryItem, size_text, weight_items
 from ridgeline.cost.setup import LOGIT_BYTES, Setup
 from ridgeline.cost.working_space import working_items
 from ridgeline.errors import ConfigError, DoesNotFit
@@ -239,7 +238,9 @@ def block_bytes(setup: Setup, block_size: int) -> int:
             )
             for i in group.layers
         )
-        sizes.append(ceil(len(group.layers) / layout.pp) * block_size * per_token)
+        stages = (layout.stage_layers(setup.spec.num_layers, n) for n in range(layout.pp))
+        most = max(sum(i in layers for i in group.layers) for layers in stages)
+        sizes.append(most * block_size * per_token)
     return max(sizes)
 
 
@@ -251,7 +252,7 @@ def stage_kv_bytes_per_token(setup: Setup) -> int:
     stages = (
         replace(
             spec,
-            layers=tuple(spec.layers[i] for i in stage_layers(spec.num_layers, layout.pp, stage)),
+            layers=tuple(spec.layers[i] for i in layout.stage_layers(spec.num_layers, stage)),
         )
         for stage in range(layout.pp)
     )

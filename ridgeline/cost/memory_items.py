@@ -36,19 +36,15 @@ def size_text(num_bytes: float) -> str:
 
 def weight_items(spec: ModelSpec, layout: Layout, precision: Precision) -> tuple[MemoryItem, ...]:
     """The weights of the fullest pipeline stage by group; `norms` has biases and routers too."""
-    stages = (_stage_items(spec, layout, precision, stage) for stage in range(layout.pp))
+    stages = (stage_items(spec, layout, precision, stage) for stage in range(layout.pp))
     return max(stages, key=lambda items: sum(item.bytes for item in items))
 
 
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """Which layers a pipeline stage has: as even as possible."""
-    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
-
-
-def _stage_items(
+def stage_items(
     spec: ModelSpec, layout: Layout, precision: Precision, stage: int
 ) -> tuple[MemoryItem, ...]:
-    own = [spec.layers[i] for i in stage_layers(spec.num_layers, layout.pp, stage)]
+    """The same of one stage."""
+    own = [spec.layers[i] for i in layout.stage_layers(spec.num_layers, stage)]
     counts = {layer: own.count(layer) for layer in dict.fromkeys(own)}
     is_first, is_last = stage == 0, stage == layout.pp - 1
     size, tp = precision.dtype_bytes, layout.tp

@@ -28,7 +28,6 @@ from ridgeline.architectures.parts import (
 )
 from ridgeline.architectures.shares import fullest, fullest_queries, fullest_share
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.setup import LOGIT_BYTES, ONE_DEVICE, PLAIN, Layout, Precision
 from ridgeline.cost.step_features import (
     MOST_TOGETHER,
@@ -138,7 +137,7 @@ def stage_ops(
     if stage == 0:
         ops += [build.embedding(), *(op for op in passed if op.kind == "all_reduce")]
     alike: dict[tuple[LayerSpec, bool], list[int]] = {}
-    for index in stage_layers(spec.num_layers, layout.pp, stage):
+    for index in layout.stage_layers(spec.num_layers, stage):
         key = (spec.layers[index], index == spec.num_layers - 1)
         alike.setdefault(key, []).append(index)
     for indices in alike.values():
@@ -196,14 +195,21 @@ def token_ops(
     last layer does behind its attention (see `output_ops`). `layers` are those of
     `distinct_layers`, for who asks often."""
     build = _Builder(spec, num_tokens, layout, precision)
-    last = spec.layers[-1]
-    yield build.embedding()
+    last = spec.layers[-1] if spec.has_head else None
+    if spec.has_embedding:
+        yield build.embedding()
     for layer, count in (layers or distinct_layers(spec)).items():
         build = replace(build, layer=layer)
         yield from build.before_attention(layer, count)
         if later := count - (layer == last):
             yield from build.behind_attention(layer, later)
-    yield from build.messages(spec.layers[:-1], is_first=True)
+    layers_here = spec.layers[:-1] if spec.has_head else spec.layers
+    yield from build.messages(layers_here, is_first=spec.has_embedding)
+
+
+def stage_message(spec: ModelSpec, num_tokens: int, layout: Layout, precision: Precision) -> Op:
+    """That with which each stage but the last ends."""
+    return _Builder(spec, num_tokens, layout, precision).to_next_stage(1)
 
 
 def layer_products(spec: ModelSpec, layout: Layout, precision: Precision) -> set[tuple[int, int]]:
@@ -418,7 +424,12 @@ class _Builder:
             sent = 2 * (ranks - 1) / ranks * size
             yield self._message("all_reduce", count, sent, ranks, "sum_experts")
         if pp > 1 and is_first:
-            yield self._message("point_to_point", pp - 1, size, 2)
+            yield self.to_next_stage(pp - 1)
+
+    def to_next_stage(self, count: int) -> Op:
+        """Over what all ranks of a replica talk over."""
+        size = float(self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes)
+        return self._message("point_to_point", count, size, self.layout.devices)
 
     def _message(self, kind: str, count: int, sent: float, ranks: int, name: str = "") -> Op:
         dtype = self.precision.short_dtype
@@ -545,7 +556,7 @@ def output_ops(
 ) -> Sequence[Op]:
     """What is done for `num_rows` rows that need logits alone: all behind the last attention, final
     norm, output matrix, the gather of its parts, sampling."""
-    if not num_rows:
+    if not num_rows or not spec.has_head:
         return ()
     tp, last = layout.tp, spec.layers[-1]
     build = _Builder(spec, num_rows, layout, precision, last)

@@ -12,14 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.stages import cut
+from ridgeline.architectures.stages import cut, stage_spec
+from ridgeline.cost.communication import wire
 from ridgeline.cost.execution_mode import ExecutionModes
-from ridgeline.cost.ops import COLLECTIVES, Op, layer_ops, stage_ops
+from ridgeline.cost.fit_suggestions import Limits
+from ridgeline.cost.memory import plan_or_none
+from ridgeline.cost.ops import COLLECTIVES, Op, layer_ops, stage_message, stage_ops
+from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import OpCost, op_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.errors import ConfigError
-from ridgeline.step import StepShape
+from ridgeline.step import StepPricer, StepShape
+
+TOKEN_BYTES = 8  # of a token id as ranks send it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +113,86 @@ class Pipeline:
         return tuple(op_cost(op, self.setup.device, self.setup.constants, mode) for op in ops)
 
 
+class StagePrices:
+    """The stages of a setup, each priced as a model of its layers: how steps that follow each other
+    pass through them. Only the first plans."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        spec, layout, constants = setup.spec, setup.layout, setup.constants
+        idle = replace(constants, host=replace(constants.host, c0_s=0.0, c1_s=0.0))
+        self.stages = tuple(
+            Pricer(
+                replace(
+                    setup,
+                    spec=stage_spec(spec, layout.stage_layers(spec.num_layers, stage)),
+                    layout=replace(layout, pp=1, starts=()),
+                    calibration=idle if stage else constants,
+                )
+            )
+            for stage in range(layout.pp)
+        )
+        self._messages = constants.messages
+        self._sent_s: dict[int, float] = {}
+
+    def sent_s(self, num_tokens: int) -> float:
+        """From one stage to the next, while both may work on other steps."""
+        found = self._sent_s.get(num_tokens)
+        if found is None:
+            setup = self._setup
+            op = stage_message(setup.spec, num_tokens, setup.layout, setup.precision)
+            found = op_cost(op, setup.device, setup.constants).expected_s
+            self._sent_s[num_tokens] = found
+        return found
+
+    def returned_s(self, num_rows: int) -> float:
+        """Of the token ids, from the last stage to the first, which waits for them."""
+        way, messages = wire(self._setup.device, self._setup.layout.devices), self._messages
+        alpha_s = way.latency_s if messages.alpha_s is None else messages.alpha_s
+        return alpha_s + num_rows * TOKEN_BYTES / (messages.efficiency * way.bytes_per_s)
+
+    def seconds(self, shape: StepShape) -> float:
+        """From one step to the next with the same requests, while each other stage has as many
+        requests: all stages and messages, but no less than the slowest stage for each."""
+        times = [stage.seconds(shape) for stage in self.stages]
+        num_tokens = sum(new for new, _ in shape)
+        sent_s = (len(times) - 1) * self.sent_s(num_tokens) + self.returned_s(len(shape))
+        return max(sum(times) + sent_s, len(times) * max(times))
+
+
+def step_prices(setup: Setup, pricer: Pricer | None = None) -> StepPricer:
+    """From one step to the next of the same requests, in steady state."""
+    return StagePrices(setup) if setup.layout.pp > 1 else pricer or Pricer(setup)
+
+
 USUAL_STEP: StepShape = ((1, 1024),) * 32  # stages are made equal in it
 
 
-def cut_by_price(setup: Setup, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage, so that the slowest is as fast as may be. ConfigError where there
-    are no such stages."""
-    spec = setup.spec
-    each = Pipeline(replace(setup, layout=replace(setup.layout, pp=spec.num_layers)))
+# The least that a stage must have room for beside its weights.
+ONE_REQUEST = Limits(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1)
+
+
+def with_cuts(setup: Setup, limits: Limits = ONE_REQUEST) -> Setup:
+    """With stages of which the slowest of those that fit is as fast as may be; where none fit,
+    which their memory contract says, as fast as if they did. ConfigError where there are none."""
+    spec, layout = setup.spec, setup.layout
+    if layout.pp == 1 or layout.starts:
+        return setup
+    each = Pipeline(replace(setup, layout=replace(layout, pp=spec.num_layers)))
     times = [each.stage_seconds(USUAL_STEP, index)[0] for index in range(spec.num_layers)]
-    return cut(spec, num_stages, lambda layers: sum(times[layers.start : layers.stop]))
+
+    def seconds(layers: range) -> float:
+        return sum(times[layers.start : layers.stop])
+
+    def fits(layers: range) -> bool:
+        alone = replace(setup, spec=stage_spec(spec, layers), layout=replace(layout, pp=1))
+        return plan_or_none(alone, limits) is not None
+
+    try:
+        found = cut(spec, layout.pp, seconds, fits)
+    except ConfigError:
+        found = cut(spec, layout.pp, seconds)
+    return replace(setup, layout=replace(layout, starts=tuple(one.start for one in found[1:])))
 
 
 def micro_batches(shape: StepShape, count: int) -> list[StepShape]:

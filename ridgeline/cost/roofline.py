@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.cost.communication import message_s, wire
+from ridgeline.cost.communication import ASKED_FIRST, message_s, wire
 from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
 from ridgeline.cost.execution_mode import SINGLE, ExecutionMode, ExecutionModes, sent_tokens
 from ridgeline.cost.hardware import Device
@@ -263,6 +263,8 @@ def _check_parts(op: Op, device: Device, calibration: Calibration, wait: float) 
 def _message_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
     way, messages = wire(device, op.ranks), calibration.messages
     alpha = way.latency_s if messages.alpha_s is None else messages.alpha_s
+    if op.kind == "point_to_point" and device.kind == "cpu":
+        alpha *= ASKED_FIRST
     speed = messages.efficiency * way.bytes_per_s
     total = message_s(op.kind, op.sent_bytes, op.ranks, speed, alpha, is_direct=way.is_direct)
     link = min(total, op.sent_bytes / speed)

@@ -20,10 +20,11 @@ LOGIT_BYTES = 4  # logits are float32 in every format
 class Layout:
     """`tp` devices split every layer, `pp` stages split the layers, `replicas` are whole copies.
 
-    `dp` groups of `tp` devices attend for rows of their own and take each step together, priced as
-    if one of them had all rows; the experts are divided among all of them. `ep` groups of the
-    tp * dp devices divide the experts (1: every expert is split like a dense feed-forward); inside
-    such a group an expert is split over tp * dp / ep devices.
+    `starts` are the first layers of all stages but the first; without them the stages have as many
+    layers as each other. `dp` groups of `tp` devices attend for rows of their own and take each
+    step together, priced as if one of them had all rows; the experts are divided among all of them.
+    `ep` groups of the tp * dp devices divide the experts (1: every expert is split like a dense
+    feed-forward); inside such a group an expert is split over tp * dp / ep devices.
     """
 
     tp: int = 1
@@ -31,6 +32,7 @@ class Layout:
     ep: int = 1
     replicas: int = 1
     dp: int = 1
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "dp", "replicas"):
@@ -39,6 +41,15 @@ class Layout:
         if self.expert_devices % self.ep:
             among = f"tp ({self.tp})" if self.dp == 1 else f"tp x dp ({self.expert_devices})"
             raise ConfigError(f"ep is {self.ep}; it must divide {among}")
+        if self.starts and len(self.starts) != self.pp - 1:
+            raise ConfigError(f"pp is {self.pp}, and stages begin at 0 and {self.starts}")
+
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """Which layers of a model a stage has."""
+        if not self.starts:
+            return range(stage * num_layers // self.pp, (stage + 1) * num_layers // self.pp)
+        bounds = (0, *self.starts, num_layers)
+        return range(bounds[stage], bounds[stage + 1])
 
     @property
     def devices(self) -> int:

@@ -13,7 +13,8 @@ from ridgeline.architectures.rope_config import longest_context
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.memory import Limits, MemoryPlan, memory_plan, plan_or_none
-from ridgeline.cost.pricer import Pricer, Setup
+from ridgeline.cost.pipeline import step_prices
+from ridgeline.cost.pricer import Setup
 from ridgeline.cost.roofline import StepCost, step_cost
 from ridgeline.cost.throughput import (
     Load,
@@ -173,7 +174,7 @@ def steady_state(
     limits = Limits(load.num_tokens, batch, budget, block_size, utilization, min_sequences=batch)
     memory = _plan(setup, limits)
     largest = max(batch, batch_limit(setup, limits))
-    pricer, stages = Pricer(setup), setup.layout.pp
+    pricer, stages = step_prices(setup), setup.layout.pp
     found = throughput(pricer, load, stages)
     shape_load = Load(-(-batch // stages), num_input, num_output, budget)
     own = min(num_input, budget)

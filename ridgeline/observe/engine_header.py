@@ -87,7 +87,9 @@ def read_setup(record: Mapping[str, Any]) -> Setup:
     """The inverse of `setup_record`. Raises ConfigError."""
     try:
         config, device = record["model_config"], record["device"]
-        layout, precision = Layout(**record["layout"]), Precision(**record["precision"])
+        shape = dict(record["layout"])
+        layout = Layout(**shape | {"starts": tuple(shape.get("starts", ()))})
+        precision = Precision(**record["precision"])
         calibration = record["calibration"]
         for part in (config, device, calibration):
             if not isinstance(part, Mapping):

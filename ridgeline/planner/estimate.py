@@ -10,6 +10,7 @@ from ridgeline import figures
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import MemoryPlan, memory_plan, plan_or_none
+from ridgeline.cost.pipeline import step_prices
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.throughput import Load, Throughput, throughput
@@ -50,6 +51,7 @@ class Priced:
         self.hardware = hardware
         self.setup: Setup = hardware.setup(question.spec)
         self.target = Pricer(self.setup)
+        self.steps = step_prices(self.setup, self.target)
         self.drafts: PlannedDrafting | None = None
         if hardware.num_drafts:
             self.drafts = planned_drafting(self.setup, self.target, hardware.num_drafts)
@@ -66,7 +68,7 @@ class Priced:
         """With so many requests in flight. With drafts, its TPOT is the time of a step."""
         key = (batch, token_budget)
         if key not in self._throughputs:
-            pricer: StepPricer = self.target if self.drafts is None else self.drafts
+            pricer: StepPricer = self.steps if self.drafts is None else self.drafts
             load = Load(batch, self.num_input, self.num_steps, token_budget)
             self._throughputs[key] = throughput(pricer, load, self.hardware.layout.pp)
         return self._throughputs[key]

@@ -10,6 +10,7 @@ from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, Price
+from ridgeline.cost.pipeline import with_cuts
 from ridgeline.cost.setup import ONE_DEVICE, PLAIN, Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import COLLECTIVES
@@ -173,7 +174,7 @@ class Hardware:
     def setup(self, spec: ModelSpec) -> Setup:
         """Raises ConfigError where the model cannot be spread like that."""
         constants = as_served(self.offer.calibration, spec, self.device, self.precision)
-        return Setup(spec, self.device, self.layout, self.precision, constants)
+        return with_cuts(Setup(spec, self.device, self.layout, self.precision, constants))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +212,14 @@ def precisions(spec: ModelSpec, device: Device) -> Sequence[Precision]:
 
 
 def _other_formats(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
-    """Those that plans do not choose."""
+    """Those that are not served: plans keep the numbers of the checkpoint."""
     own = precisions(spec, offer.device)
     formats = [Precision(own[-1].dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
     for layout in layouts(spec, offer.device, grid):
         for precision in formats:
-            if precision not in own and (
-                layout.devices > 1 or not precision.fast_on(*offer.device.traits)
-            ):
-                yield Hardware(offer, layout, precision)
+            hardware = Hardware(offer, layout, precision)
+            if precision not in own and hardware.why_not_served:
+                yield hardware
 
 
 def layouts(spec: ModelSpec, device: Device, grid: Grid = GRID) -> Iterator[Layout]:

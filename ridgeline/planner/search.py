@@ -17,7 +17,7 @@ from ridgeline.cost.captured import mixed_tokens
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.question import ATTAINMENT, Question
 from ridgeline.simulator.executor import Speculation
-from ridgeline.simulator.options import PLANS_AHEAD_S, Machine, Options
+from ridgeline.simulator.options import PLANS_AHEAD_S, Options, priced_machine
 from ridgeline.simulator.report import Slo, percentile
 from ridgeline.simulator.simulation import Simulation
 from ridgeline.simulator.sweep import is_saturated
@@ -74,7 +74,8 @@ def validate(question: Question, estimate: Estimate, rate: float, rng_of: RngMak
         computes_in_submit=priced.setup.device.kind == "cpu",
         plans_ahead_s=PLANS_AHEAD_S,
     )
-    machine = Machine(priced.target, estimate.memory.num_blocks, priced.windows)
+    num_blocks = estimate.memory.num_blocks
+    machine = priced_machine(priced.setup, num_blocks, priced.windows, priced.target)
     report = Simulation(machine, work, options, rng=rng_of()).run()
     counted = report.requests[num_warm_up(estimate, rate) :]
     slo = Slo(question.ttft_s, question.tpot_s)

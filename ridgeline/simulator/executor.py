@@ -119,7 +119,8 @@ class SimulatedExecutor:
     """Executes plans in no time of ours and `pricer.seconds` of the clock's.
 
     A step starts when it is submitted or when the one before it has ended, whichever is later. With
-    `stages` that holds for each of them, which has its own price and waits for the one before it.
+    `stages` that holds for each of them, which has its own price and waits for what the one before
+    it has sent; the first waits for the tokens of the steps that its own follow on.
     `computes_in_submit`: the caller of `submit` waits until it (or its first stage) has ended.
     `answers` is filled by whoever adds requests. Ghosts are rows that have ended in a batch whose
     size does not change: each costs as much as the longest living one.
@@ -135,7 +136,10 @@ class SimulatedExecutor:
     answers: dict[str, Answer] = field(default_factory=dict)
     num_ghosts: int = 0
     stages: tuple[StepPricer, ...] = ()
+    sent_s: Callable[[int], float] = lambda num_tokens: 0.0
+    returned_s: Callable[[int], float] = lambda num_rows: 0.0
     stages_until: list[float] = field(init=False)  # when each is done with all it has been given
+    returned_at: deque[float] = field(init=False)  # tokens of the last steps, the oldest first
     busy_until: float = 0.0
     spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
     _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with drafts alone
@@ -145,10 +149,11 @@ class SimulatedExecutor:
     def __post_init__(self) -> None:
         self._prices_logits = isinstance(self.pricer, Target)  # a slow question
         self.stages_until = [0.0] * len(self.stages)
+        self.returned_at = deque([0.0] * len(self.stages), len(self.stages) or None)
 
     def submit(self, plan: StepPlan) -> SimulatedFuture:
         if self.stages:
-            span, free = self._pass(plan.shape), self.stages_until[0]
+            span, free = self._pass(plan), self.stages_until[0]
         else:
             seconds = self._seconds_of(plan)
             if self.speculation is not None:
@@ -162,12 +167,17 @@ class SimulatedExecutor:
             self.clock.advance_to(free)
         return SimulatedFuture(plan, span, self)
 
-    def _pass(self, shape: StepShape) -> Span:
-        """Through all stages."""
-        shape, until = self._filled(shape), self.stages_until
-        start = end = max(self.clock.now(), until[0])
+    def _pass(self, plan: StepPlan) -> Span:
+        """Through all stages, and back."""
+        shape, until = self._filled(plan.shape), self.stages_until
+        num_sampled = sum([entry.samples for entry in plan.scheduled])
+        sent_s = self.sent_s(sum([new for new, _ in shape]))
+        start = came = max(self.clock.now(), until[0], self.returned_at[0])
         for n, stage in enumerate(self.stages):
-            end = until[n] = max(end, until[n]) + stage.seconds(shape)
+            until[n] = max(came, until[n]) + stage.seconds(shape)
+            came = until[n] + sent_s
+        end = until[-1] + self.returned_s(num_sampled)
+        self.returned_at.append(end if num_sampled else 0.0)
         return Span(start, end)
 
     def leap(self, spans: Iterable[Span], busy_until: float) -> None:

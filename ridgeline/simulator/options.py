@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.cost.memory import memory_plan
+from ridgeline.cost.pipeline import StagePrices
 from ridgeline.cost.pricer import Pricer, Setup
 from ridgeline.errors import ConfigError
 from ridgeline.router.policies import RouterPolicy
@@ -20,12 +21,16 @@ PLANS_AHEAD_S = 3e-3  # medians of an H200's server, two loads of an 8B model: 3
 @dataclass(frozen=True, slots=True)
 class Machine:
     """All that a replica need know of its hardware and model. `windows` as the block manager's.
-    `stages` price the parts of a step, one after the other, where it runs through a pipeline."""
+    `stages` price the parts of a step, one after the other, where it runs through a pipeline;
+    `sent_s` by tokens is from one stage to the next, `returned_s` by rows from the last to the
+    first."""
 
     pricer: StepPricer
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
     stages: tuple[StepPricer, ...] = ()
+    sent_s: Callable[[int], float] = lambda num_tokens: 0.0
+    returned_s: Callable[[int], float] = lambda num_rows: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,18 @@ def machine_of(setup: Setup | Machine, limits: Limits) -> Machine:
         host = replace(constants.host, overlapped=False)
         setup = replace(setup, calibration=replace(constants, host=host))
     windows = tuple(group.window for group in kv_groups(setup.spec))
-    return Machine(Pricer(setup), num_blocks, windows)
+    return priced_machine(setup, num_blocks, windows)
+
+
+def priced_machine(
+    setup: Setup, num_blocks: int, windows: tuple[int | None, ...], pricer: Pricer | None = None
+) -> Machine:
+    """With the stages of its pipeline, if it has one."""
+    target = pricer or Pricer(setup)
+    if setup.layout.pp == 1:
+        return Machine(target, num_blocks, windows)
+    prices = StagePrices(setup)
+    return Machine(target, num_blocks, windows, prices.stages, prices.sent_s, prices.returned_s)
 
 
 def without_paging(limits: Limits, machine: Machine) -> Limits:

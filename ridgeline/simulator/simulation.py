@@ -399,6 +399,8 @@ class Simulation:
             speculation,
             self.rng,
             stages=machine.stages,
+            sent_s=machine.sent_s,
+            returned_s=machine.returned_s,
         )
         in_flight = max(options.max_in_flight, len(machine.stages) + 1 if machine.stages else 0)
         engine = LeapingEngine(scheduler, executor, clock, in_flight, options.plans_ahead_s)

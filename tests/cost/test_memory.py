@@ -25,7 +25,6 @@ from ridgeline.cost.memory import (
     size_text,
     weight_items,
 )
-from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import DoesNotFit
 from ridgeline.formats import weight_line
@@ -176,7 +175,7 @@ def test_what_is_held_more_than_once() -> None:
 
 @pytest.mark.parametrize(("layers", "stages"), [(80, 4), (61, 8), (3, 2), (5, 5)])
 def test_stages_have_every_layer_once(layers: int, stages: int) -> None:
-    parts = [stage_layers(layers, stages, stage) for stage in range(stages)]
+    parts = [Layout(pp=stages).stage_layers(layers, stage) for stage in range(stages)]
     assert [i for part in parts for i in part] == list(range(layers))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -9,7 +9,7 @@ import pytest
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.memory import Limits, memory_plan
-from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.pipeline import step_prices
 from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.cost.steady_state import SteadyState, batch_limit, steady_state
 from ridgeline.cost.throughput import Load, throughput
@@ -46,7 +46,7 @@ def test_parts_sum_to_the_whole(name: str, batch: int, lengths: tuple[int, int])
 def test_figures_are_those_of_the_pace_and_of_memory(name: str) -> None:
     one, setup = found(name), SETUPS[name]
     load = Load(16, 900, 150, one.throughput.load.max_num_batched_tokens)
-    assert one.throughput == throughput(Pricer(setup), load, setup.layout.pp)
+    assert one.throughput == throughput(step_prices(setup), load, setup.layout.pp)
     assert one.decode.ideal_s <= one.decode.expected_s <= one.tpot_s * 1.001
     assert one.max_batch >= 16
     assert one.memory.max_sequences == 16
@@ -83,7 +83,7 @@ def test_host_time_that_nothing_hides_is_a_part_and_can_bind() -> None:
 def test_stages_lower_the_share_of_each_and_not_the_wait_for_all() -> None:
     """Half the requests in each of two stages' steps: less per step, twice as many steps."""
     two = found("two stages", batch=64)
-    alone = throughput(Pricer(SETUPS["two stages"]), Load(32, 900, 150))
+    alone = throughput(step_prices(SETUPS["two stages"]), Load(32, 900, 150))
     assert two.tpot_s == pytest.approx(alone.tpot_s)
     assert two.request_rate == pytest.approx(2 * alone.request_rate)
 

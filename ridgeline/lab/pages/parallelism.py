@@ -19,7 +19,6 @@ from ridgeline.cost.communication import ring_s, wire
 from ridgeline.cost.fit_suggestions import Limits
 from ridgeline.cost.memory import KV_CACHE, needed_items
 from ridgeline.cost.memory_items import WEIGHTS as WEIGHT_ITEMS
-from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.ops import COLLECTIVES
 from ridgeline.cost.pipeline import Pipeline, PipelineStep, micro_batches
 from ridgeline.cost.roofline import OpCost
@@ -182,13 +181,14 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         raise ConfigError(f"gpu is {inputs.gpu}; this replica has devices 0 to {devices - 1}")
     shapes = micro_batches(case.shape, inputs.micro_batches)
     run, costs = case.pipeline.step(shapes), case.pipeline.layer(case.shown, shapes[0])
+    layout, num_layers = case.layout, case.setup.spec.num_layers
     link = wire(case.setup.device, inputs.tp).kind if inputs.tp > 1 else ""
     grid = _grid(inputs.model, inputs.device, inputs.weights, inputs.batch, inputs.context)
     drawing = Drawing(
         inputs.tp,
         inputs.pp,
         inputs.gpu,
-        [len(stage_layers(case.setup.spec.num_layers, inputs.pp, s)) for s in range(inputs.pp)],
+        [len(layout.stage_layers(num_layers, stage)) for stage in range(inputs.pp)],
         case.memory,
         case.setup.device.memory_bytes,
         list(_matrices(case)),
