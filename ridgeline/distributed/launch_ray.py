@@ -68,6 +68,7 @@ class Cluster:
             logging_level="WARNING",
             _temp_dir=self.folder,
         )
+        os.chmod(self.folder, 0o700)  # Ray opens it to everybody
 
     def close(self) -> None:
         """What was ours ends."""
@@ -80,9 +81,12 @@ class Cluster:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def nodes(self) -> dict[str, Resources]:
-        """What each machine has, by address."""
+        """What each machine has, by address and Ray's port there."""
         found = (node for node in self.ray.nodes() if node["Alive"])
-        return {node["NodeManagerAddress"]: node["Resources"] for node in found}
+        return {
+            f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}": node["Resources"]
+            for node in found
+        }
 
     @property
     def own_host(self) -> str:
