@@ -231,6 +231,8 @@ class FakeWave:
         demand(len(parts) == self.num_devices, "a part for each device")
         for device, part in enumerate(parts):
             rows = self.rows[device]
+            here = rows.intersection((*plan.preempted, *plan.finished))
+            demand(here <= {*part.preempted, *part.finished}, "a row is closed where it is", here)
             rows.difference_update(part.preempted, part.finished)
             rows.update(new.request_id for new in part.new)
             self.num_idle += not part.scheduled

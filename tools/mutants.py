@@ -706,12 +706,6 @@ MUTANTS = (
         "for one in every if pool is None else {*every} - {pool}:",
     ),
     Mutant(
-        "waves: a row that was closed may be computed where it was",
-        STEP,
-        "pool_of[row.request_id] = row.pool",
-        "pool_of.setdefault(row.request_id, row.pool)",
-    ),
-    Mutant(
         "waves: columns name the rows that open by their places in the whole step",
         STEP,
         "opened = [places[pool][at] for at",
