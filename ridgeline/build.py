@@ -223,11 +223,14 @@ def open_model(
     startup: StartUp | None = None,
     *,
     reads_text: bool = True,
+    device_name: str | None = None,
 ) -> OpenModel:
-    """Raises ConfigError."""
+    """On the device of that name, or the one asked for. Raises ConfigError."""
     startup = startup or StartUp()
     check_settings(config)  # before a device is looked for by what may be no name
-    device = open_device(config.device)  # before a model is fetched for one that is not there
+    device = open_device(
+        device_name or config.device
+    )  # before a model is fetched for one that is not there
     side = build_tokenizer_side(config, progress, startup, reads_text=reads_text)
     with startup.phase("headers"):
         checkpoint = _open(config, side.folder.path, side.spec)

@@ -196,6 +196,7 @@ COLLECTIVES: dict[str, str] = {
     "gloo": "ridgeline.distributed.gloo:Gloo",
     "shared": "ridgeline.distributed.shared_memory:SharedMemory",
     "nccl": "ridgeline.distributed.nccl:Nccl",
+    "peer": "ridgeline.distributed.peer:Peer",
 }
 LAUNCHERS: dict[str, LauncherLine] = {
     "local": LauncherLine("ridgeline.distributed.launch_local:launch", is_here=True),

@@ -18,7 +18,6 @@ from time import sleep
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
-from msgspec import structs
 
 from ridgeline import log
 from ridgeline.child import die_with_parent, harden
@@ -99,9 +98,10 @@ def _open(link: DriverLink, device_index: int | None) -> OpenModel:
     from ridgeline.build import open_model
     from ridgeline.build_ranks import hardware_of
 
-    if config.device != "cpu" and device_index is not None:
-        config = structs.replace(config, device=f"{config.device}:{device_index}")
-    opened = open_model(config, reads_text=False)
+    name = config.device
+    if name != "cpu" and device_index is not None:
+        name = f"{name}:{device_index}"
+    opened = open_model(config, reads_text=False, device_name=name)
     device = opened.device
     sizes = device.memory_total(), device.memory_free()
     link.send(Opened(device.name, hardware_of(device), *sizes, opened.digest()))

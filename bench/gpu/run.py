@@ -62,6 +62,8 @@ ENGINE_OPTIONS = (
     "warm_up",
     "enforce_eager",
     "deterministic",
+    "tp",
+    "collective",
 )
 WORKLOAD_IDS = 100_000  # the workload file's token ids lie below
 PROMPT_OF_START = 128  # tokens
@@ -380,6 +382,8 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     add("--warm-up", choices=("auto", "off"))
     add("--enforce-eager", action="store_true", default=None)
     add("--deterministic", action="store_true", default=None)
+    add("--tp", type=int, help="ranks, each with a GPU")
+    add("--collective", help="such as nccl")
 
 
 def main() -> None:

@@ -48,11 +48,15 @@ class Nccl(Gloo):
         timeout_s: float,
     ) -> None:
         super().__init__(rank, size, address, listener=listener, timeout_s=timeout_s)
-        self._size = size
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.size, self.timeout_s = size, timeout_s
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self._comm = ctypes.c_void_p()
+        torch.cuda.synchronize(self.device)  # the device has a context from here on
+        self.meet(rank)
+
+    def meet(self, rank: int) -> None:
+        name, problem = _UniqueId(), ""
         try:
-            name, problem = _UniqueId(), ""
             if rank == 0:
                 _check(_library().ncclGetUniqueId(ctypes.byref(name)), "making a name")
         except EngineFault as fault:
@@ -62,9 +66,8 @@ class Nccl(Gloo):
         if told[0]:
             raise ConfigError(f"ranks cannot talk by NCCL: {problem or 'rank 0 says why'}")
         name = _UniqueId.from_buffer_copy(bytes(told[1:].tolist()))
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream()  # the device has a context from here on
-            code = _library().ncclCommInitRank(ctypes.byref(self._comm), size, name, rank)
+        with torch.cuda.device(self.device):
+            code = _library().ncclCommInitRank(ctypes.byref(self._comm), self.size, name, rank)
         if code:
             raise ConfigError(f"rank {rank} cannot talk by NCCL: {_words(code)}")
 
@@ -80,7 +83,7 @@ class Nccl(Gloo):
         if not x.is_cuda:
             return super().all_gather(x)
         x = x.contiguous()
-        out = x.new_empty((self._size, *x.shape))
+        out = x.new_empty((self.size, *x.shape))
         self._call("ncclAllGather", x, out, ctypes.c_size_t(x.nbytes), BYTES)
         return list(out.unbind())
 
@@ -107,7 +110,7 @@ class Nccl(Gloo):
         if not x.numel():
             return
         places = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         _check(getattr(_library(), name)(*places, *sizes, self._comm, stream), name)
 
 

@@ -12,6 +12,7 @@ import torch
 from ridgeline.architectures.shares import Shard as Shard
 from ridgeline.architectures.shares import fitting, kv_shard, query_shard, shard
 from ridgeline.errors import ConfigError, check
+from ridgeline.kernels.rms_norm import add_norm
 
 if TYPE_CHECKING:
     from ridgeline.distributed.pipeline import Pipeline
@@ -23,11 +24,19 @@ class Collective(ABC):
     to talk are the lines of `ridgeline.distributed.collectives`."""
 
     captures = False  # its calls may be part of a captured step
+    fuses_norms = False  # it is one kernel for sums that are normed
     devices: tuple[str, ...] = "cpu", "cuda"  # where what it adds up may be
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, with the same bits on every rank; may write into `x`."""
+
+    def all_reduce_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """[T, E], the RMS norm of the residual with the sum over ranks, which the residual
+        becomes; may write into `x_TE`."""
+        return add_norm(self.all_reduce(x_TE), residual_TE, weight_E, eps)
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -96,6 +96,7 @@ class GroupFuture:
         try:
             with self._ranks.waiting():
                 mine, ranks = self._inner.result(), self._ranks
+                ranks.check()  # what is abandoned gives something, too
                 if not self._others:
                     return mine
                 ranks.results.add(self._step_id, 0, mine)
@@ -136,7 +137,9 @@ class GroupScorer:
         self._ranks.send(Score(tuple(token_ids)))
         try:
             with self._ranks.waiting():
-                return self._inner.logits(token_ids)
+                found = self._inner.logits(token_ids)
+            self._ranks.check()
+            return found
         except RuntimeError as error:
             self._ranks.raise_lost(str(error))
             raise

@@ -115,7 +115,7 @@ class ParallelLayer(DecoderLayer):
         self.attention(both, None, step, layer_kv, logits_indices)
         if len(both.sum_TE):
             self.feed_forward(both, None)
-        hidden.sum_TE, hidden.partial_TE = both.sum_TE, both.partial_TE
+        hidden.sum_TE, hidden.partial_TE, hidden.ranks = both.sum_TE, both.partial_TE, both.ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,29 +13,40 @@ from torch.nn import functional
 
 from ridgeline.architectures.parts import HEAD
 from ridgeline.architectures.spec import NormKind
-from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.distributed.placement import Collective, Placement, Shard
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.layers.piece import Piece
 
 
 class Hidden:
-    __slots__ = ("partial_TE", "sum_TE")
+    """`ranks`: `partial_TE` is still to be summed over them."""
+
+    __slots__ = ("partial_TE", "ranks", "sum_TE")
 
     def __init__(self, sum_TE: torch.Tensor) -> None:
         self.sum_TE = sum_TE
         self.partial_TE: torch.Tensor | None = None
+        self.ranks: Collective | None = None
 
     def normed(self, norm: RMSNorm | None) -> torch.Tensor:
         """[T, E], of the whole sum; without a norm the sum itself."""
         if norm is None:
             return self.whole()
+        ranks = self.ranks
+        if ranks is not None and not norm.fuses:
+            self._sum_ranks(ranks)
         partial_TE, self.partial_TE = self.partial_TE, None
-        return norm.of_sum(partial_TE, self.sum_TE)
+        if partial_TE is None or ranks is None or not norm.fuses:
+            return norm.of_sum(partial_TE, self.sum_TE)
+        self.ranks = None
+        return ranks.all_reduce_norm(partial_TE, self.sum_TE, norm.weight_E, norm.eps)
 
     def unnormed(self, norm: RMSNorm, *, is_gated: bool = False) -> tuple[torch.Tensor, Fusion]:
         """x, and what makes the normed states of it, for a product that takes both; nothing is
-        changed here."""
+        changed here but what ranks have still to add up."""
+        if self.ranks is not None:
+            self._sum_ranks(self.ranks)
         if self.partial_TE is None:
             return self.sum_TE, Fusion(norm=norm.as_input, is_gated=is_gated)
         fusion = Fusion(norm=norm.as_input, is_gated=is_gated, sum_TI=self.sum_TE)
@@ -47,6 +58,7 @@ class Hidden:
         if num_new == 1:
             return self
         some = Hidden(self.sum_TE[num_new - 1 :: num_new])
+        some.ranks = self.ranks
         if self.partial_TE is not None:
             some.partial_TE = self.partial_TE[num_new - 1 :: num_new]
         return some
@@ -54,7 +66,7 @@ class Hidden:
     def keep(self, logits_indices_R: torch.Tensor) -> None:
         """These tokens alone, from here on."""
         if not len(logits_indices_R):  # no kernel for nothing
-            self.sum_TE, self.partial_TE = self.sum_TE[:0], None
+            self.sum_TE, self.partial_TE, self.ranks = self.sum_TE[:0], None, None
             return
         self.sum_TE = self.sum_TE.index_select(0, logits_indices_R)
         if self.partial_TE is not None:
@@ -65,8 +77,20 @@ class Hidden:
         self.whole()
         self.partial_TE = y_TE if norm is None else norm(y_TE)
 
+    def add_share(self, y_TE: torch.Tensor, ranks: Collective) -> None:
+        """The sum of the y of all ranks is still to be added."""
+        self.add(y_TE)
+        self.ranks = ranks
+
+    def _sum_ranks(self, ranks: Collective) -> None:
+        self.ranks = None
+        if self.partial_TE is not None:
+            self.partial_TE = ranks.all_reduce(self.partial_TE)
+
     def whole(self) -> torch.Tensor:
         """[T, E], nothing pending any more."""
+        if self.ranks is not None:
+            self._sum_ranks(self.ranks)
         if self.partial_TE is not None:
             self.sum_TE.add_(self.partial_TE)
             self.partial_TE = None

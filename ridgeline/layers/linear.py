@@ -76,7 +76,8 @@ class Linear:
         """Of the normed states, or the states themselves; with an activation the first half of the
         rows gates the second, [T, O / 2]. One kernel where the format has one for so few tokens."""
         is_gated = activation == "silu"
-        if norm is not None and norm.fuses and (is_gated or activation is None):
+        can_fuse = norm is not None and norm.fuses and hidden.ranks is None
+        if norm is not None and can_fuse and (is_gated or activation is None):
             y_TO = self._fused(*hidden.unnormed(norm, is_gated=is_gated))
             if y_TO is not None:
                 hidden.partial_TE = None
@@ -112,11 +113,17 @@ class Linear:
             if self._fused(x_TI, fusion) is not None:
                 return
         hidden.whole()
-        hidden.add(self._of_gated(x_TI) if of_gated else self(x_TI), norm)
-
-    def _of_gated(self, x_TG: torch.Tensor) -> torch.Tensor:
-        y_TO = self.format.linear_of_gated(x_TG, self.parameters, self.added_bias_O)
-        return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
+        ranks, bias_O = self.placement.collective, self.added_bias_O
+        if of_gated:
+            y_TO = self.format.linear_of_gated(x_TI, self.parameters, bias_O)
+        else:
+            y_TO = self.format.linear(x_TI, self.parameters, bias_O)
+        if self.columns is None or ranks is None:
+            hidden.add(y_TO, norm)
+        elif norm is None and ranks.fuses_norms:
+            hidden.add_share(y_TO, ranks)
+        else:
+            hidden.add(ranks.all_reduce(y_TO), norm)
 
     def _fused(self, x_TI: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
         return self.format.fused(x_TI, self.parameters, self.added_bias_O, fusion)

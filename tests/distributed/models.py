@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ridgeline.architectures import read_spec
@@ -165,6 +166,23 @@ def share_of_work(placement: Placement, case: Case, ep: int, said: Tokens | None
             for name, pieces in shares_of(decoder).items()
         }
     return Share(answer.logits.numpy().tobytes(), answer.tokens, held, decoder.num_bytes)
+
+
+def with_sums_in_norms(placement: Placement, case: Case) -> tuple[Share, int]:
+    """The same by a collective that sums and norms at once, and how often it did."""
+    collective, calls = placement.collective, 0
+    assert collective is not None
+    plain = collective.all_reduce_norm
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return plain(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective, "fuses_norms", True)
+        patch.setattr(collective, "all_reduce_norm", counted)
+        return share_of_work(placement, case, 1, None), calls
 
 
 def logits_of(share: Share, like: Answer) -> torch.Tensor:

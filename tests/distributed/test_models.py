@@ -37,6 +37,7 @@ from tests.distributed.models import (
     off_by,
     share_of_work,
     with_numbers,
+    with_sums_in_norms,
 )
 from tests.distributed.processes import Ranks
 from tests.layers.reference_models import tiny_config
@@ -162,6 +163,16 @@ def check_case(
     ratio = off_by(got, exact.logits) / off_by(one.logits, exact.logits)
     print(f"{told} {ratio:.2f} of the error of one rank")
     return ratio
+
+
+# Norms behind products, beside each other, by another formula, and experts.
+@pytest.mark.parametrize("family", ["llama", "olmo2", "cohere", "gpt_neox", "qwen2_moe"])
+def test_sums_that_wait_for_their_norm(ranks: Ranks, family: str) -> None:
+    case = Case(FAMILIES[family])
+    want = ranks.run(share_of_work, case, 1, None)
+    for (share, num), right in zip(ranks.run(with_sums_in_norms, case), want, strict=True):
+        assert (share.logits, share.tokens) == (right.logits, right.tokens)
+        assert (num > 0) == (family in ("llama", "qwen2_moe")), num
 
 
 ALIGNED: dict[str, dict[str, Any]] = {
