@@ -30,7 +30,7 @@ MAX_BYTES = 7000
 MAX_PICTURE_BYTES = 60_000
 FIRST_SCREEN = TEXT.splitlines()[:40]
 HUB_ID = re.compile(r"\b[A-Z]\w+/[\w.-]+")
-PLAN = ROOT / "bench/cpu/results/2026-11-24-plan-of-the-readme.json"
+PLAN = ROOT / "bench/cpu/results/2026-11-28-plan-of-the-readme.json"
 GPU, CPU = "bench/gpu/results/latest.json", "bench/cpu/results/latest.json"
 # Row of the table: result file, workload, and where the other engine's figure stands.
 FIGURES = (

@@ -351,8 +351,8 @@ def _rejections(out: Iterable[Rejection]) -> Table:
     """The first reason for each device."""
     first: dict[str, tuple[str, str, str]] = {}
     for one in out:
-        name = one.hardware.device.name
-        first.setdefault(name, (name, one.kind, one.because))
+        row = one.hardware.text, one.kind, one.because  # others of the device may do
+        first.setdefault(one.hardware.device.name, row)
     return grid(("not", "", "because"), first.values(), "out of the question")
 
 
