@@ -26,6 +26,7 @@ from ridgeline.observe.event_log import (
 from ridgeline.observe.evidence import RunRecord
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.block_pools import open_pools
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
@@ -206,9 +207,12 @@ class _TapedScheduler(Scheduler):
 
 def _scheduler(header: EngineHeader) -> tuple[_TapedScheduler, list[Listener]]:
     """As it was built then, with the listeners from which its policy learned step times."""
-    blocks = BlockManager(
-        header.num_blocks, header.block_size, header.windows, header.prefix_caching
-    )
+
+    def make() -> BlockManager:
+        sizes = header.num_blocks, header.block_size
+        return BlockManager(*sizes, header.windows, header.prefix_caching)
+
+    blocks = open_pools(make, header.pools, header.max_num_batched_tokens)
     pricer, listeners = None, list[Listener]()
     policy = registry.load(POLICIES, header.policy, "policy")
     if policy.wants_prices and header.setup:

@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "preempts although enough is coming back",
         SCHEDULER,
-        "coming = blocks.num_deferred_blocks + self._num_leaving()",
+        "coming = blocks.num_deferred_blocks + self._num_leaving(pool)",
         "coming = 0",
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "asks for a request that found no room only once",
         SCHEDULER,
-        "return not is_same or self.blocks.num_free_blocks > num_free",
+        "return not is_same or self.blocks.most_free_blocks > num_free",
         "return who is not request",
     ),
     Mutant(

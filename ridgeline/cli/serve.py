@@ -19,10 +19,8 @@ Stop it with Ctrl-C or SIGTERM: running answers are finished first.
 
 examples:
   ridgeline serve                                       the bundled model
-  ridgeline serve path/to/model
   ridgeline serve path/to/model --speculate ngram       for answers that repeat their prompts
   ridgeline serve user/model@revision --port 9000 --served-model-name my-model
-  ridgeline serve --config serve.toml --port 9000       the file, but for the port
   ridgeline serve --plan plan.toml                      what ridgeline plan --out has written
   ridgeline serve path/to/model --host 192.0.2.7 --api-key-file keys.txt
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\

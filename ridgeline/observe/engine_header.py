@@ -77,7 +77,7 @@ def setup_record(setup: Setup, model_config: Mapping[str, Any]) -> dict[str, Any
     return {
         "model_config": dict(model_config),
         "device": device_to_json(setup.device),
-        "layout": asdict(setup.layout),
+        "layout": asdict(setup.layout) | {"starts": list(setup.layout.starts)},
         "precision": asdict(setup.precision),
         "calibration": setup.constants.to_json(),
     }

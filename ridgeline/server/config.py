@@ -167,8 +167,7 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
     replicas: Annotated[
         str,
         says(
-            "so many servers behind one address, at most 64; with --launcher ray also MIN:MAX, as "
-            "many as are needed for what came of late",
+            "so many servers behind one address, at most 64; on Ray also MIN:MAX, as needed",
             metavar="N",
             is_common=True,
         ),
@@ -198,7 +197,6 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
                 ge=0.0,
                 le=1e12,
                 metavar="P",
-                is_common=True,
             ),
         ]
         | None

@@ -42,6 +42,7 @@ ENGINE_ARGV = {
     "threads": "2",
     "tp": "2",
     "ep": "2",
+    "dp": "2",
     "pp": "3",
     "launcher": "join",
     "join_address": "127.0.0.1:7000",
