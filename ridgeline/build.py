@@ -113,9 +113,7 @@ class Built:
     event_log: LogFile | None = None
     startup: tuple[Phase, ...] = ()
     kernels: KernelCounts | None = None
-    warm_up: WarmUp | GroupWarmUp | None = (
-        None  # what is left of it may be done whenever nothing runs
-    )
+    warm_up: WarmUp | GroupWarmUp | None = None  # its rest may be done whenever nothing runs
     ranks: Ranks | None = None  # the other ones, where there are several
 
     @property
@@ -228,9 +226,8 @@ def open_model(
     """On the device of that name, or the one asked for. Raises ConfigError."""
     startup = startup or StartUp()
     check_settings(config)  # before a device is looked for by what may be no name
-    device = open_device(
-        device_name or config.device
-    )  # before a model is fetched for one that is not there
+    # Before a model is fetched for a device that is not there.
+    device = open_device(device_name or config.device)
     side = build_tokenizer_side(config, progress, startup, reads_text=reads_text)
     with startup.phase("headers"):
         checkpoint = _open(config, side.folder.path, side.spec)

@@ -52,7 +52,7 @@ function memory(h, d, x, width, handle) {
     <path d=${area} fill="var(--kv)" />
     <g clip-path="url(#kg-over)"><path d=${area} fill="url(#kg-hatch)" /></g>
     <line x1=${x(0)} x2=${right} y1=${room} y2=${room} stroke="var(--text)" stroke-width="1.5" stroke-dasharray="6 4" />
-    <text class="halo" x=${right} y=${room - 6} text-anchor="end">${scaled(d.capacity_bytes, "B")} may be taken</text>
+    <text class="halo" x=${x(0) + 8} y=${room - 6}>${scaled(d.capacity_bytes, "B")} may be taken</text>
     ${bands.filter((/** @type {any} */ one) => y(one.from) - y(one.to) > 15).map((/** @type {any} */ one) => h`<text key=${one.name} class="on" x=${x(0) + 8} y=${(y(one.from) + y(one.to)) / 2 + 4}>${one.name} ${scaled(one.bytes, "B")}</text>`)}
     <g ...${handle} role="presentation">
       <rect x=${here - 16} y=${top} width="32" height=${bottom - top} fill="transparent" />
