@@ -55,6 +55,11 @@ def test_a_block_that_is_copied_is_not_handed_out_while_the_copy_may_run() -> No
     run_seed(421, 300)
 
 
+def test_who_finds_no_room_in_one_pool_asks_again_when_that_pool_has_more() -> None:
+    """Another pool had the most free blocks before and after: a world in which that happens."""
+    run_seed(1442, 400)
+
+
 def test_the_worlds_were_eventful() -> None:
     """Silence would prove nothing: everything that can happen has happened."""
     if COUNTS["arrived"] < 5000:

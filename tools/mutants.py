@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "asks for a request that found no room only once",
         SCHEDULER,
-        "return not is_same or self.blocks.most_free_blocks > num_free",
+        "return not is_same or any(map(gt, self.blocks.free_blocks, free))",
         "return who is not request",
     ),
     Mutant(

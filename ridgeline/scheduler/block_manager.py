@@ -144,9 +144,9 @@ class BlockManager:
         return len(self._plain) + len(self._cached)
 
     @property
-    def most_free_blocks(self) -> int:
-        """Of one pool: as many as a request may find."""
-        return self.num_free_blocks
+    def free_blocks(self) -> tuple[int, ...]:
+        """Of each pool."""
+        return (self.num_free_blocks,)
 
     @property
     def num_deferred_blocks(self) -> int:

@@ -43,8 +43,8 @@ class BlockPools(BlockManager):
         return sum(pool.num_free_blocks for pool in self.pools)
 
     @property
-    def most_free_blocks(self) -> int:
-        return max(pool.num_free_blocks for pool in self.pools)
+    def free_blocks(self) -> tuple[int, ...]:
+        return tuple(pool.num_free_blocks for pool in self.pools)
 
     @property
     def num_deferred_blocks(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import gt
 
 import msgspec
 
@@ -160,7 +161,7 @@ class Scheduler:
         self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
         self._all_decode_at = -1  # change of the set of running requests
-        self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
+        self._no_room: tuple[Request, int, tuple[int, ...]] | None = None  # at what change, blocks
 
     # ------------------------------------------------------------------ for the engine
 
@@ -575,7 +576,7 @@ class Scheduler:
             if prefix is None:
                 continue  # a fork whose parent has lost the prompt
             if not self._fits(request, prefix):
-                self._no_room = (request, self.state.num_changes, self.blocks.most_free_blocks)
+                self._no_room = (request, self.state.num_changes, self.blocks.free_blocks)
                 return
             num_tokens = len(request.token_ids) - prefix.num_tokens
             if not self.chunked_prefill and num_tokens > step.budget:
@@ -588,9 +589,9 @@ class Scheduler:
         request, blocks = self.waiting.head(0.0), self.blocks
         if request is None or self._no_room is None:
             return request is not None and self._has_slot()
-        who, change, num_free = self._no_room
+        who, change, free = self._no_room
         is_same = who is request and change == self.state.num_changes
-        is_no_more = blocks.num_free_blocks + blocks.num_deferred_blocks <= num_free
+        is_no_more = blocks.num_free_blocks + blocks.num_deferred_blocks <= sum(free)
         stays_full = is_same and is_no_more and not blocks.has_windows
         return self._has_slot() and not stays_full
 
@@ -603,9 +604,9 @@ class Scheduler:
             return False
         if self._no_room is None:
             return True
-        who, change, num_free = self._no_room
+        who, change, free = self._no_room
         is_same = who is request and change == self.state.num_changes
-        return not is_same or self.blocks.most_free_blocks > num_free
+        return not is_same or any(map(gt, self.blocks.free_blocks, free))
 
     def _prefix(self, request: Request, step: _Step) -> Prefix | None:
         """What it need not compute. None: it is parked until its parent has the prompt."""
