@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 from functools import cache
 
 import torch
@@ -95,9 +96,12 @@ class Nccl(Gloo):
         return x
 
     def abandon(self) -> None:
+        """Whatever waits on the device ends. NCCL's call lasts until no captured step refers to
+        this any more: a thread waits for it."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
-            _library().ncclCommAbort(comm)
+            abort = _library().ncclCommAbort
+            threading.Thread(target=abort, args=(comm,), name="nccl-abort", daemon=True).start()
 
     def close(self) -> None:
         self.abandon()

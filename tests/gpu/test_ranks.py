@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,33 @@ def talk(placement: Placement, name: str, address: str, card: int | None, times:
         graph.replay()
     torch.cuda.synchronize()
     found = wrong, eager.digest(), replayed.digest()
+    del graph
     collective.close()
     return found
+
+
+@torch.inference_mode()
+def wait_alone(placement: Placement, name: str, address: str) -> float:
+    """Rank 0 replays a captured step that the other never joins; seconds until it is free again."""
+    rank = placement.rank
+    torch.cuda.set_device(rank)
+    collective = open_collective(name, rank, 2, address, timeout_s=TIMEOUT_S)
+    chain = Chain(collective, rank)
+    chain.step()
+    graph = captured(chain.step)
+    torch.cuda.synchronize()
+    took_s = 0.0
+    if rank == 0:
+        graph.replay()
+        time.sleep(0.2)
+        assert not torch.cuda.current_stream().query()
+        began = time.monotonic()
+        collective.abandon()  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+        took_s = time.monotonic() - began
+    del graph
+    collective.close()
+    return took_s
 
 
 def check_alike(found: list[Any]) -> None:
@@ -134,6 +160,13 @@ def check_alike(found: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["nccl", "peer"])
 def test_sums_of_two_cards(ranks: Ranks, name: str) -> None:
     check_alike(ranks.run(talk, name, free_address(), None, REPLAYS))
+
+
+@pytest.mark.multi_gpu
+@two_cards
+@pytest.mark.parametrize("name", ["nccl", "peer"])
+def test_who_waits_in_a_captured_step_is_freed(ranks: Ranks, name: str) -> None:
+    assert ranks.run(wait_alone, name, free_address())[0] < 2
 
 
 @pytest.mark.gpu
