@@ -35,13 +35,14 @@ MOST_LETTERS = 80  # of an address
 
 
 def check_cards(config: EngineConfig, device: Device) -> None:
-    """Raises ConfigError where ranks of this machine have not a GPU each."""
-    if config.launcher != "join" and device.name != "cpu":
+    """Raises ConfigError where ranks that are started on this machine have not a GPU each."""
+    if config.launcher_line.is_here and device.name != "cpu":
         cards = torch.cuda.device_count()
         if cards < config.num_ranks:
             raise ConfigError(
-                f"{config.num_ranks} ranks need a GPU each and there are {cards}; use fewer, or"
-                " launcher join with ranks on other machines"
+                f"launcher local starts all {config.num_ranks} ranks on this machine, where each"
+                f" needs a GPU and there are {cards}; ask for fewer ranks, or use launcher join,"
+                " or `ridgeline serve --launcher ray`, with ranks on other machines"
             )
 
 

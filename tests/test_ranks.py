@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.build import warm_up_of
+from ridgeline.build_ranks import check_cards
 from ridgeline.config import EngineConfig
+from ridgeline.devices import Device
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.group import GroupExecutor, GroupWarmUp
@@ -161,3 +165,24 @@ def test_what_ranks_cannot_have(
     monkeypatch.setattr("ridgeline.build.start_ranks", _nobody_starts_one)
     with pytest.raises(ConfigError, match=words):
         LLM(**{**OPTIONS, "tp": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("auto", "launcher local starts all 4 ranks on this machine, where each needs a GPU"),
+        ("local", "launcher local starts all 4 .* there are 2; .* launcher join, or .* ray"),
+        ("join", ""),
+        ("ray", ""),
+    ],
+)
+def test_only_ranks_of_this_machine_need_its_gpus(
+    launcher: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other launchers count theirs themselves."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig(model="m", tp=4, launcher=launcher)
+    device = cast(Device, SimpleNamespace(name="cuda:0"))
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_cards(config, device)
+    check_cards(config, cast(Device, SimpleNamespace(name="cpu")))
