@@ -210,7 +210,17 @@ class FakeDevice:
         self.num_drafts, self.rng = num_drafts, random.Random(seed)
         self.stages = 1  # a token that the last samples is with the first so many steps later
         self.step_fault = self.row_fault = self.submit_fault = 0.0
-        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks + 1)]
+        self.num_steps = 0
+        self.num_faults = 0
+        self.num_row_faults = 0
+        self.num_takers_spoiled = 0
+        self.num_accepted = 0
+        self.empty()
+
+    def empty(self) -> None:
+        """As it was before the first step."""
+        size = self.block_size
+        self.memory: list[list[int | None]] = [[None] * size for _ in range(self.num_blocks + 1)]
         self.rows: dict[str, Row] = {}
         self.salts: dict[str, bytes] = {}
         self.truths: dict[str, Truth] = {}
@@ -222,11 +232,6 @@ class FakeDevice:
         self.may_resend = False  # after a fault the host may name rows that are gone
         self.is_broken = False  # a step failed and the host has not seen it yet
         self.is_refusing = False
-        self.num_steps = 0
-        self.num_faults = 0
-        self.num_row_faults = 0
-        self.num_takers_spoiled = 0
-        self.num_accepted = 0
 
     def submit(self, plan: StepPlan) -> FakeFuture:
         self.num_steps += 1

@@ -16,13 +16,13 @@ from fractions import Fraction
 from functools import partial
 from hashlib import sha256
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec import structs
 
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
-from ridgeline.errors import RequestFault
+from ridgeline.errors import EngineLost, RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.block_pools import open_pools
@@ -57,6 +57,8 @@ from tests.fake_device import (
 
 MAX_TOKENS = 48  # of the longest request that a world asks for
 MAX_LIVE = 20
+AT_ONCE = 0.3  # of deaths, noticed by who sends a step
+ASKS_AGAIN = 0.7  # of requests that were lost with a rank
 WINDOWS: tuple[Windows, ...] = (
     *[(None,)] * 4,
     (None, 3),
@@ -213,11 +215,17 @@ class CheckedBlocks(BlockManager):
 
 class FakeWave:
     """Devices that attend for rows of their own, made of one: blocks of a device lie behind those
-    of the devices before it. What they say of a step comes in any order, also that of steps."""
+    of the devices before it. What they say of a step comes in any order, also that of steps; a
+    `late` one says nothing before the others have said what they can. A `dead` one says nothing of
+    the step in which it died; the others may, and then wait for it for ever."""
 
     def __init__(self, num_devices: int, num_blocks: int, seed: int) -> None:
         self.num_devices, self.num_blocks = num_devices, num_blocks
         self.rng = random.Random(seed)
+        self.late: int | None = None
+        self.dead: int | None = None
+        self.is_known = False  # to the host, that one is dead
+        self._has_stopped = False
         self.cutter = WaveCutter(num_devices)
         self.rows: list[set[str]] = [set() for _ in range(num_devices)]
         self.results = PartialResults()
@@ -285,15 +293,29 @@ class FakeWave:
     def over(self, future: FakeFuture) -> StepFuture:
         """Each device says what its own rows got; one that is dead says nothing, and the step has
         failed."""
-        if self.num_devices == 1 or future.outcome is None:
+        if future.outcome is None or (self.num_devices == 1 and self.dead is None):
             return future
         for device, rows in enumerate(self.rows):
+            if device == self.dead or self._has_stopped:
+                continue
             own = StepResult({})
             for name in StepResult.__struct_fields__:
                 found = getattr(future.outcome, name).items()
                 getattr(own, name).update((row, said) for row, said in found if row in rows)
             self.coming.append((future.step_id, device, own))
+        self._has_stopped = self.dead is not None
         return WaveFuture(self, future)
+
+    def next_word(self) -> tuple[int, int, StepResult]:
+        early = [at for at, (_, device, _) in enumerate(self.coming) if device != self.late]
+        if not self.coming:
+            demand(self.dead is not None, "somebody waits for what has been said")
+            self.lose()
+        return self.coming.pop(self.rng.choice(early or range(len(self.coming))))
+
+    def lose(self) -> NoReturn:
+        self.is_known = True
+        raise EngineLost("a rank has ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,21 +327,29 @@ class WaveFuture:
         self.whole.result()
         wave, step_id = self.wave, self.whole.step_id
         while not wave.results.has(step_id, wave.num_devices):
-            wave.results.add(*wave.coming.pop(wave.rng.randrange(len(wave.coming))))
+            wave.results.add(*wave.next_word())
         return wave.results.take(step_id)
 
 
 class CheckedDevice(FakeDevice):
-    """A device that refuses an unlawful plan."""
+    """A device that refuses an unlawful plan. One of several ranks dies in a step with a chance of
+    `rank_fault`; the host learns of it when it sends something, or waits for what was sent."""
 
     scheduler: Scheduler
     flown: dict[int, list[Request]]  # by step in flight: whose tokens
     wave: FakeWave
     num_preemptions = 0  # up to the last step
     num_early_takers = 0  # rows that were opened over blocks which were still to be filled
+    rank_fault = 0.0
+    deaths: random.Random
 
     def submit(self, plan: StepPlan) -> StepFuture:  # type: ignore[override]
-        scheduler, size = self.scheduler, self.block_size
+        scheduler, size, wave = self.scheduler, self.block_size, self.wave
+        demand(not wave.is_known, "nothing is sent to a group that has lost a rank")
+        if wave.dead is None and self.deaths.random() < self.rank_fault:
+            wave.dead = self.deaths.randrange(wave.num_devices)
+        if wave.dead is not None and self.deaths.random() < AT_ONCE:
+            wave.lose()
         names = [entry.request_id for entry in plan.scheduled]
         demand(len(set(names)) == len(names) > 0, "scheduled at most once, and somebody", names)
         self._check_lane(plan)
@@ -344,7 +374,7 @@ class CheckedDevice(FakeDevice):
             self.num_early_takers += any(not promised.isdisjoint(table) for table in new.block_ids)
         owners = (scheduler.beams.asked(name) or scheduler.requests[name] for name in names)
         self.flown[plan.step_id] = list(owners)
-        future = self.wave.over(super().submit(self.wave.as_one(plan)))
+        future = wave.over(super().submit(wave.as_one(plan)))
         state = scheduler.state
         open_rows = {name for name, row in state.requests.items() if row.has_row}
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
@@ -389,6 +419,8 @@ class World(Listener):
 
     faults = (0.01, 0.002, 0.004)
     idle_pools = 2  # few, so that some tenants are idle for so long
+    rank_fault = 0.0
+    late: int | None = None
 
     def draw(self) -> Case:
         case = draw_case(self.rng)
@@ -406,6 +438,18 @@ class World(Listener):
             case = replace(case, pools=pools)
         return case
 
+    @property
+    def num_ranks(self) -> int:
+        return self.case.stages * self.case.pools
+
+    def draw_ranks(self) -> None:
+        """Which of several dies, and which is late."""
+        rng = self.device.deaths = random.Random(f"ranks {self.seed}")
+        if self.num_ranks > 1:
+            self.rank_fault = rng.choice([0.0, 0.0, 0.01])
+        if self.case.pools > 1:
+            self.late = rng.choice([None, rng.randrange(self.case.pools)])
+
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.tenants = random.Random(seed + 1)
@@ -413,6 +457,23 @@ class World(Listener):
         self.device = CheckedDevice(
             case.num_blocks * case.pools, case.block_size, case.windows, case.num_drafts, seed
         )
+        self.draw_ranks()
+        self.clock = VirtualClock()
+        self._start()
+        self.stems = [self._tokens(MAX_TOKENS) for _ in range(3)]
+        self.live: dict[str, Live] = {}
+        self.ended: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.failed = False
+        self.trace = sha256() if traced else None
+        self._crowd = random.Random(f"tenants {seed}")  # what else a seed brings stays as it was
+        self._num_tenants, self._rarity = self._crowd.randint(1, 4), self._crowd.choice([1, 3, 20])
+        self._num_ids = 0
+        self._talks: list[tuple[tuple[int, ...], bytes]] = []  # prompts with answers, to go on with
+
+    def _start(self) -> None:
+        """An engine that knows nothing, on a device that holds nothing."""
+        case, seed = self.case, self.seed
         make = partial(
             CheckedBlocks,
             case.num_blocks,
@@ -442,20 +503,32 @@ class World(Listener):
         self.device.scheduler, self.device.stages = self.scheduler, case.stages
         self.device.flown = {}
         self.device.wave = FakeWave(case.pools, case.num_blocks, seed)
-        self.clock = VirtualClock()
+        self.device.wave.late = self.late
+        self.device.num_preemptions = self._num_seen_preemptions = 0
         self.engine = Engine(self.scheduler, self.device, self.clock, case.max_in_flight)
         self.engine.listeners.append(self)
-        self.stems = [self._tokens(MAX_TOKENS) for _ in range(3)]
-        self.live: dict[str, Live] = {}
-        self.ended: list[str] = []
-        self.counts: Counter[str] = Counter()
-        self.failed = False
-        self.trace = sha256() if traced else None
-        self._crowd = random.Random(f"tenants {seed}")  # what else a seed brings stays as it was
-        self._num_tenants, self._rarity = self._crowd.randint(1, 4), self._crowd.choice([1, 3, 20])
-        self._num_ids = 0
-        self._num_seen_preemptions = 0
-        self._talks: list[tuple[tuple[int, ...], bytes]] = []  # prompts with answers, to go on with
+
+    def _start_again(self) -> None:
+        """A rank has ended, and with it what the engine knew. Some of those it served ask again."""
+        self.counts["lost ranks"] += 1
+        self.device.empty()
+        self._start()
+        for live in list(self.live.values()):
+            old, token_ids = live.request, tuple(live.token_ids)
+            demand(token_ids == live.truth.output[: len(token_ids)], "what was delivered is right")
+            self._forget(old)
+            if self.device.deaths.random() < ASKS_AGAIN:
+                fresh = Request(
+                    old.request_id,
+                    old.prompt_token_ids,
+                    old.sampling,
+                    self.clock.now(),
+                    priority=old.priority,
+                    cache_salt=old.cache_salt,
+                    tenant=old.tenant,
+                    weight=old.weight,
+                )
+                self._add(fresh)
 
     # ------------------------------------------------------------------ running
 
@@ -464,10 +537,11 @@ class World(Listener):
         case, device = self.case, self.device
         if case.has_faults:
             device.step_fault, device.row_fault, device.submit_fault = self.faults
+        device.rank_fault = self.rank_fault
         while device.num_steps < num_steps:
             self._happen()
             self._turn()
-        device.step_fault = device.row_fault = device.submit_fault = 0.0
+        device.step_fault = device.row_fault = device.submit_fault = device.rank_fault = 0.0
         bound = device.num_steps + 200 * (len(self.live) + 1) * (MAX_TOKENS + 1)
         while not self.engine.is_idle:
             self._turn()
@@ -517,7 +591,11 @@ class World(Listener):
         self.failed = False
         before = self.device.num_steps
         idle = not self.engine.num_in_flight
-        outputs: list[RequestOutput] = act()  # type: ignore[operator]
+        try:
+            outputs: list[RequestOutput] = act()  # type: ignore[operator]
+        except EngineLost:
+            self._start_again()
+            return
         if idle and self.device.num_steps == before and act == self.engine.step:
             demand(not self.scheduler.requests or self.failed, "work is pending, nothing happens")
         if self.failed:

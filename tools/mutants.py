@@ -723,6 +723,43 @@ MUTANTS = (
         "for name in StepResult.__struct_fields__:",
         'for name in ("token_ids",):',
     ),
+    # ------------------------------------------------------------ dead and late ranks
+    Mutant(
+        "ranks: a step that a rank did not live to see is a failed step",
+        ENGINE,
+        "        except EngineFault as fault:\n            return self._fail(step",
+        "        except Exception as fault:\n            return self._fail(step",
+    ),
+    Mutant(
+        "ranks: a step that a dead rank was not sent is a failed step",
+        ENGINE,
+        "        except EngineFault as fault:\n            future = _Failed(fault)",
+        "        except Exception as fault:\n            future = _Failed(fault)",
+    ),
+    Mutant(
+        "ranks: one that is found dead behind a failed step is forgotten",
+        ENGINE,
+        "            except EngineFault as fault:\n                say(",
+        "            except Exception as fault:\n                say(",
+    ),
+    Mutant(
+        "ranks: what a late one says counts for the newest step",
+        STEP,
+        "self._found.setdefault(step_id, {})[device]",
+        "self._found.setdefault(max(self._found, default=step_id), {})[device]",
+    ),
+    Mutant(
+        "ranks: what a late one says replaces what others have said",
+        STEP,
+        "self._found.setdefault(step_id, {})[device]",
+        "self._found.setdefault(step_id, {})[0]",
+    ),
+    Mutant(
+        "ranks: a late one's part of a step is left out",
+        STEP,
+        "return len(self._found.get(step_id, ())) >= number",
+        "return len(self._found.get(step_id, ())) >= max(1, number - 1)",
+    ),
     # ------------------------------------------------------------ shares of the cache
     Mutant(
         "shares: a hit leaves a block with its first user",
