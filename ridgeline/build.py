@@ -282,14 +282,15 @@ def build_rank(
     def tokenizer() -> Tokenizer | None:
         return side.tokenizer or load_tokenizer(side.text)
 
+    why_not = _why_not_captured(decoder, kv) if resolved.max_captured_rows else None
     try:
-        drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft)
+        drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft, why_not)
     except ConfigError as problem:
         if config.speculate != "auto":
             raise
         say(logger, logging.WARNING, "nothing is drafted", reason=problem)
         drafting, resolved = None, without_drafts(resolved)
-    executor = _executor(resolved, device, decoder, kv, drafting, placement)
+    executor = _executor(resolved, device, decoder, kv, drafting, placement, why_not)
     limits = {"block_size": resolved.block_size, "max_model_len": resolved.max_model_len}
     scorer = Scorer(decoder, device, **limits)
     return Rank(decoder, kv, executor, scorer, drafting, resolved)
@@ -676,6 +677,15 @@ def _cache(
     )
 
 
+def _why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
+    """Here, or on another rank: its share may be one that no kernel takes."""
+    reason, ranks = why_not_captured(decoder, kv), decoder.placement.collective
+    if ranks is None or not ranks.captures:
+        return reason
+    others = ranks.all_gather(torch.tensor([reason is not None]))
+    return reason or ("another rank cannot capture them" if any(map(bool, others)) else None)
+
+
 def _executor(
     resolved: ResolvedConfig,
     device: Device,
@@ -683,11 +693,12 @@ def _executor(
     kv: KVCache,
     drafting: Drafting | None,
     placement: Placement,
+    why_not_captured: str | None,
 ) -> LocalExecutor:
     spec = decoder.spec
     captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
-    if captured and (reason := why_not_captured(decoder, kv)):
-        say(logger, logging.WARNING, "decode steps are not captured", reason=reason)
+    if captured and why_not_captured:
+        say(logger, logging.WARNING, "decode steps are not captured", reason=why_not_captured)
         captured = captured_tokens = 0
     if spec.layers[0].attention.num_kv_heads % decoder.placement.size:
         captured_tokens = 0  # ranks with fewer heads would find room for what others do not

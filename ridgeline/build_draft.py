@@ -60,14 +60,16 @@ def open_drafting(
     kv: KVCache,
     tokenizer: Callable[[], Tokenizer | None],
     open_decoder: OpenDecoder,
+    why_not: str | None,
 ) -> Drafting | None:
-    """What the executor is told of drafts; None where there are none. Raises ConfigError."""
+    """What the executor is told of drafts; None where there are none. `why_not`: no step of the
+    model is captured. Raises ConfigError."""
     if (asked := asked_drafts(resolved)) is None:
         return None
     most, rows = resolved.max_draft_tokens, resolved.max_captured_rows
     verified, where = resolved.max_verified_tokens, decoder.device
-    if reason := why_not_captured(decoder, kv):
-        raise ConfigError(f"drafts need captured steps, but {reason}; use speculate off")
+    if why_not:
+        raise ConfigError(f"drafts need captured steps, but {why_not}; use speculate off")
     if asked.line.argument == LAYERS:
         early = EarlyLayers(
             decoder,

@@ -128,7 +128,7 @@ def test_memory_is_that_of_a_rank(one: LLM, two: LLM) -> None:
     shares = {row.what: row for row in two.memory}
     for what in ("weights", "KV cache"):
         assert shares[what].measured == shares[what].predicted
-    assert 0.5 < shares["weights"].predicted / whole["weights"].predicted < 0.52
+    assert 0.5 < shares["weights"].predicted / whole["weights"].predicted < 0.53  # full panels
     blocks = one.resolved.num_blocks + 1, two.resolved.num_blocks + 1
     each = [
         row["KV cache"].predicted / num for row, num in zip((whole, shares), blocks, strict=True)

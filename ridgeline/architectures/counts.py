@@ -24,6 +24,8 @@ from ridgeline.architectures.spec import (
 )
 from ridgeline.formats import CHECKPOINT, WeightFormatLine, kv_line, weight_line
 
+SHARE_ROWS = 16  # kernels.cpu.packed_linear.PANEL
+
 
 def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
@@ -166,8 +168,10 @@ def _format_of(scheme: Scheme) -> str:
 
 def vocabulary_rows(vocab_size: int, weight_format: str = "plain", ranks: int = 1) -> int:
     """Rows of the embedding, or of the output matrix, that each of `ranks` holds beside weights of
-    this format: the last rank and the last of `row_step` are filled up with zeros."""
+    this format: the last rank and the last of `row_step` are filled up with zeros. So is a share
+    that begins anywhere to full panels of the CPU's kernels, which the whole often fills."""
     step = weight_line(weight_line(weight_format).vocabulary).row_step
+    step = step if ranks == 1 else max(step, SHARE_ROWS)
     share = -(-vocab_size // ranks)
     return -(-share // step) * step
 

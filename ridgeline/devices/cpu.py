@@ -54,7 +54,8 @@ class CpuDevice:
 
     def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
         """The native calls that it makes, replayed by one; or the call itself, where torch has to
-        do a part of it."""
+        do a part of it. Nothing is computed here: ranks of which one records and another does not
+        are in the same place afterwards."""
         from ridgeline.kernels.cpu import native
         from ridgeline.kernels.cpu.recorder import Arena, CannotRecord, Replay, record
 
@@ -64,7 +65,6 @@ class CpuDevice:
                 return Replay(record(launch, self._arena))
             except CannotRecord as op:
                 say(logger, logging.INFO, f"{what} is not recorded", because=f"torch does {op}")
-        launch()
         return launch
 
     def synchronize(self) -> None:

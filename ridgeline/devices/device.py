@@ -38,8 +38,8 @@ class Device(Protocol):
         ...
 
     def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
-        """Something that does again what `launch` does, with the same tensors. `launch` is called
-        here, at least once, and must not wait for the device. `what` it is, for the log."""
+        """Something that does what `launch` does, with the same tensors. `launch` may be called
+        here and must not wait for the device. `what` it is, for the log."""
         ...
 
     def synchronize(self) -> None: ...

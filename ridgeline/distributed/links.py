@@ -137,7 +137,9 @@ class Whereabouts:
         return noted
 
 
-CALLS = ("all_reduce", "all_reduce_norm", "all_gather", "broadcast", "send", "recv")
+CALLS = (
+    "all_reduce", "all_reduce_norm", "all_gather", "gather_columns", "broadcast", "send", "recv",
+)  # fmt: skip
 
 
 def _words(step_id: int, num_calls: int, call: str) -> str:

@@ -42,6 +42,11 @@ class Collective(ABC):
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks (same shape), in rank order."""
 
+    def gather_columns(self, x_TC: torch.Tensor, out_TN: torch.Tensor) -> None:
+        """Those of all ranks side by side, in rank order; what is more than N is left out."""
+        every_TN = torch.cat(self.all_gather(x_TC), dim=-1)
+        out_TN.copy_(every_TN[:, : out_TN.shape[1]])
+
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Rank `source`'s tensor, on every rank; may write into `x`."""
         return self.all_gather(x)[source]
@@ -160,5 +165,8 @@ class Placement:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.collective is None else self.collective.all_reduce(x)
 
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x] if self.collective is None else self.collective.all_gather(x)
+    def gather_columns(self, x_TC: torch.Tensor, out_TN: torch.Tensor) -> None:
+        if self.collective is None:
+            out_TN.copy_(x_TC[:, : out_TN.shape[1]])
+        else:
+            self.collective.gather_columns(x_TC, out_TN)

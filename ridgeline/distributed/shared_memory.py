@@ -50,6 +50,16 @@ class _Call(ctypes.Structure):
     )
 
 
+class _Columns(ctypes.Structure):
+    """`RlColumnsCall` of shared_memory.h."""
+
+    _fields_ = (
+        ("rows", _Call),
+        ("row_bytes", ctypes.c_int64),
+        ("out_row_bytes", ctypes.c_int64),
+    )
+
+
 class SharedMemory(Gloo):
     """A rank that has ended, is late or does something else than this one is an EngineFault."""
 
@@ -94,6 +104,7 @@ class SharedMemory(Gloo):
                 f" {problem or 'another rank says why'}; use --collective gloo"
             )
         self._sum, self._gather = library.rl_ranks_sum, library.rl_ranks_gather
+        self._columns = getattr(library, "rl_ranks_columns", None)
         descriptors = (ctypes.c_int32 * size)(*self._processes)
         begin = torch.frombuffer(memory, dtype=torch.uint8)
         self._ranks = _Ranks(
@@ -122,6 +133,16 @@ class SharedMemory(Gloo):
         call = _Call(ctypes.addressof(self._ranks), x.data_ptr(), out.data_ptr(), x.nbytes, 0)
         recorder.launch(self._gather, call, x, out, *self._kept)
         return [out[rank] for rank in range(self._size)]
+
+    def gather_columns(self, x_TC: torch.Tensor, out_TN: torch.Tensor) -> None:
+        is_alike = out_TN.is_contiguous() and x_TC.dtype == out_TN.dtype
+        if self._columns is None or not is_alike:
+            super().gather_columns(x_TC, out_TN)
+            return
+        x, size = x_TC.contiguous(), x_TC.dtype.itemsize
+        rows = _Call(ctypes.addressof(self._ranks), x.data_ptr(), out_TN.data_ptr(), x.nbytes, 0)
+        call = _Columns(rows, x.shape[1] * size, out_TN.shape[1] * size)
+        recorder.launch(self._columns, call, x, out_TN, *self._kept)
 
     def close(self) -> None:
         if hasattr(self, "_leave"):

@@ -72,6 +72,12 @@ def talk(placement: Placement, size: int, address: str) -> str:
     want = torch.stack([plain_sum(size, seed, 5, torch.float32) for seed in range(3)]).t()
     if not torch.equal(collective.all_reduce(across), want):
         wrong.append("columns")
+    for seed, (rows, each, left_out) in enumerate(((3, 5, 2), (1, 100_000, 0), (7, 16_384, 31))):
+        every = [drawn(r, seed, rows * each, torch.float32).view(rows, each) for r in range(size)]
+        side_by_side = torch.empty(rows, size * each - left_out)
+        collective.gather_columns(every[rank], side_by_side)
+        if not torch.equal(side_by_side, torch.cat(every, -1)[:, : size * each - left_out]):
+            wrong.append(f"{each} columns")
     x, arena = drawn(rank, 0, 64, torch.float32), Arena()
     recording: Recording = record(lambda: _step(collective, x), arena)
     replay = Replay(recording)

@@ -81,6 +81,12 @@ struct RlGather {
   int32_t out_dtype, unused;
 };
 
+// The same of the rows from `first` on, of a matrix that several ranks divide; others are zeros.
+struct RlGatherShare {
+  RlGather all;
+  int64_t first;
+};
+
 RL_API int rl_linear(const RlLinear* call);
 // 0, or 1 if a weight is not finite (not of bf16). There is no rounding to groups of 8 bits.
 RL_API int rl_pack(const RlPack* call);
@@ -88,6 +94,7 @@ RL_API int rl_pack(const RlPack* call);
 RL_API int rl_pack_codes(const RlPackCodes* call);
 // Rows of the matrix that rl_linear multiplies by; 1 if a row number is out of range.
 RL_API int rl_gather(const RlGather* call);
+RL_API int rl_gather_share(const RlGatherShare* call);
 
 namespace {
 

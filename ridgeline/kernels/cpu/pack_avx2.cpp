@@ -246,6 +246,8 @@ void pack_codes_task(void* raw, int task, int thread) {
 
 struct Gathering {
   const RlGather* call;
+  int64_t first;
+  bool is_share;
   int failed;
 };
 
@@ -270,8 +272,13 @@ void gather_task(void* raw, int task, int) {
   const RlGather& c = *g->call;
   const RlMatrix& m = c.matrix;
   int64_t row = c.rows ? c.rows[task] : task, at = task * c.out_stride;
+  row -= g->first;
   if (row < 0 || row >= m.outputs) {
-    __atomic_store_n(&g->failed, 1, __ATOMIC_RELAXED);
+    int64_t size = c.out_dtype == RL_BF16 ? 2 : 4;
+    if (g->is_share)
+      std::memset(static_cast<char*>(c.out) + at * size, 0, size_t(m.inputs * size));
+    else
+      __atomic_store_n(&g->failed, 1, __ATOMIC_RELAXED);
     return;
   }
   if (m.format == RL_W_BF16 && c.out_dtype == RL_BF16) {
@@ -290,6 +297,14 @@ void gather_task(void* raw, int task, int) {
     else
       static_cast<float*>(c.out)[at + k] = value;
   }
+}
+
+int gather(Gathering g) {
+  if (g.call->count * g.call->matrix.inputs < (1 << 14))
+    for (int64_t i = 0; i < g.call->count; ++i) gather_task(&g, int(i), 0);
+  else
+    pool_run(int(g.call->count), gather_task, &g);
+  return g.failed;
 }
 
 }  // namespace
@@ -314,11 +329,8 @@ RL_API int rl_pack_codes(const RlPackCodes* call) {
   return 0;
 }
 
-RL_API int rl_gather(const RlGather* call) {
-  Gathering g{call, 0};
-  if (call->count * call->matrix.inputs < (1 << 14))
-    for (int64_t i = 0; i < call->count; ++i) gather_task(&g, int(i), 0);
-  else
-    pool_run(int(call->count), gather_task, &g);
-  return g.failed;
+RL_API int rl_gather(const RlGather* call) { return gather({call, 0, false, 0}); }
+
+RL_API int rl_gather_share(const RlGatherShare* call) {
+  return gather({&call->all, call->first, true, 0});
 }

@@ -237,9 +237,20 @@ def _arguments(
     )  # fmt: skip
 
 
-def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+class _GatherShare(ctypes.Structure):
+    _fields_ = (("all", _Gather), *numbers("first"))
+
+
+def gather(
+    matrix: PackedMatrix,
+    rows_R: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    first: int | None = None,
+) -> torch.Tensor:
     """Rows of the matrix that `linear` multiplies by, [R, K] (None: all). InternalError
-    for a row that it has not got."""
+    for a row that it has not got. `first`: it is a share, which begins with that row of the whole;
+    rows that others have are zeros."""
     count = matrix.outputs if rows_R is None else rows_R.numel()
     out = torch.empty(count, matrix.inputs, dtype=dtype)
     if rows_R is not None:
@@ -253,8 +264,16 @@ def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype
         native.DTYPES[dtype],
         0,
     )
-    launch(_library().rl_gather, call, matrix, rows_R, out)
+    if first is None:
+        launch(_library().rl_gather, call, matrix, rows_R, out)
+    else:
+        launch(_library().rl_gather_share, _GatherShare(call, first), matrix, rows_R, out)
     return out
+
+
+def has_shares() -> bool:
+    """The library is new enough for `gather` of a share."""
+    return hasattr(_library(), "rl_gather_share")
 
 
 def first_rows(matrix: PackedMatrix, outputs: int) -> PackedMatrix:

@@ -2,8 +2,8 @@
 
 What a CUDA graph is to kernels of a GPU, a `Recording` is to those of `kernels.cpu`: each of them
 takes one pointer to a struct of its arguments, so that a call is two pointers. Whoever calls a
-kernel does it by `launch`; while a step is recorded the call is kept as well, with the tensors that
-it reads and writes, which must then stay where they are. Torch cannot be replayed: while a step is
+kernel does it by `launch`; while a step is recorded the call is only kept, with the tensors that it
+reads and writes, which must then stay where they are. Torch cannot be replayed: while a step is
 recorded it may make views and empty tensors, anything else raises CannotRecord.
 """
 
@@ -109,9 +109,11 @@ _call_hook: CallHook | None = None
 
 
 def launch(kernel: Kernel, arguments: ctypes.Structure, *kept: object) -> None:
-    """Call the kernel. `kept` are the tensors whose memory the arguments point to."""
-    _call(kernel, arguments)
-    if _recording is not None:
+    """Call the kernel, or keep the call for later while a step is recorded. `kept` are the tensors
+    whose memory the arguments point to."""
+    if _recording is None:
+        _call(kernel, arguments)
+    else:
         _recording.add(kernel, arguments, kept)
 
 
@@ -174,8 +176,8 @@ class Arena:
 
 
 def record(step: Callable[[], None], arena: Arena) -> Recording:
-    """The native calls that `step` makes; it is run once. CannotRecord if it does anything that a
-    replay would leave out."""
+    """The native calls that `step` would make: none is made. CannotRecord if it does anything that
+    a replay would leave out."""
     global _recording
     if _recording is not None:
         raise InternalError("a step is being recorded already")

@@ -28,3 +28,10 @@ struct RlRanksCall {
   void* out;  // of gather: size times num_bytes
   int64_t num_bytes, dtype;
 };
+
+// Rows of `row_bytes` side by side: those of rank r begin at r * row_bytes of each row of `out`, and
+// what would lie behind its `out_row_bytes` is left out. `num_bytes` are those of all rows.
+struct RlColumnsCall {
+  RlRanksCall rows;
+  int64_t row_bytes, out_row_bytes;
+};

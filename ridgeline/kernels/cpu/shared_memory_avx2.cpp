@@ -157,16 +157,31 @@ RL_API int rl_ranks_sum(const RlRanksCall* call) {
   return 0;
 }
 
-RL_API int rl_ranks_gather(const RlRanksCall* call) {
+RL_API int rl_ranks_columns(const RlColumnsCall* columns) {
+  const RlRanksCall* call = &columns->rows;
   const char* x = static_cast<const char*>(call->x);
-  char* out = static_cast<char*>(call->out);
+  const int64_t row_bytes = columns->row_bytes, out_row_bytes = columns->out_row_bytes;
   RlRanks* g = call->ranks;
   for (int64_t at = 0; at < call->num_bytes; at += g->buffer_bytes) {
     int64_t num = call->num_bytes - at < g->buffer_bytes ? call->num_bytes - at : g->buffer_bytes;
     if (int failed = meet(g, x + at, num, 0)) return failed;
     for (int rank = 0; rank < g->size; ++rank) {
-      std::memcpy(out + rank * call->num_bytes + at, buffer_of(g, rank), size_t(num));
+      const char* from = buffer_of(g, rank);
+      for (int64_t i = at; i < at + num;) {  // the part of a row that is in this piece
+        int64_t row = i / row_bytes, begin = i % row_bytes, place = rank * row_bytes + begin;
+        int64_t some = row_bytes - begin < at + num - i ? row_bytes - begin : at + num - i;
+        int64_t room = some < out_row_bytes - place ? some : out_row_bytes - place;
+        char* to = static_cast<char*>(call->out) + row * out_row_bytes + place;
+        if (room > 0) std::memcpy(to, from + (i - at), size_t(room));
+        i += some;
+      }
     }
   }
   return 0;
+}
+
+// Whole vectors are one row.
+RL_API int rl_ranks_gather(const RlRanksCall* call) {
+  const RlColumnsCall columns = {*call, call->num_bytes, call->num_bytes * call->ranks->size};
+  return rl_ranks_columns(&columns);
 }
