@@ -178,7 +178,10 @@ def with_cuts(setup: Setup, limits: Limits = ONE_REQUEST) -> Setup:
     spec, layout = setup.spec, setup.layout
     if layout.pp == 1 or layout.starts:
         return setup
-    each = Pipeline(replace(setup, layout=replace(layout, pp=spec.num_layers)))
+    # As many stages as layers may have no way to talk; of their times work alone counts.
+    device = replace(setup.device, network_bytes_per_s=setup.device.network_bytes_per_s or 1.0)
+    layers_alone = replace(setup, device=device, layout=replace(layout, pp=spec.num_layers))
+    each = Pipeline(layers_alone)
     times = [each.stage_seconds(USUAL_STEP, index)[0] for index in range(spec.num_layers)]
 
     def seconds(layers: range) -> float:

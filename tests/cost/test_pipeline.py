@@ -11,6 +11,7 @@ import pytest
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.catalogue import catalogue
 from ridgeline.architectures.stages import stage_spec
+from ridgeline.cost.communication import HOST_DEVICES
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.memory import needed_items
 from ridgeline.cost.ops import stage_ops, step_ops
@@ -18,6 +19,7 @@ from ridgeline.cost.pipeline import ONE_REQUEST, Pipeline, StagePrices, micro_ba
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Layout, Precision, Setup
+from ridgeline.costing import unknown_device
 from ridgeline.errors import ConfigError
 from ridgeline.simulator.options import Options, priced_machine
 from ridgeline.simulator.simulation import Simulation
@@ -142,3 +144,12 @@ def test_cuts_are_by_price_among_those_that_fit() -> None:
     for memory, start in ((tight, 8), (short, 9)):  # nothing fits into the last: the fastest
         device = replace(H100, memory_bytes=int(memory))
         assert with_cuts(replace(whole, device=device)).layout.starts == (start,)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_of_a_cpu_are_cut_however_many_there_are(tp: int) -> None:
+    """More stages than have a way to talk are never priced as if they had none."""
+    cpu = unknown_device("", is_cpu=True, threads=1, memory_bytes=1 << 40)
+    whole = replace(setup("llama-3.2-1b", Layout(tp=tp, pp=2)), device=cpu)
+    assert whole.spec.num_layers * tp > HOST_DEVICES
+    assert len(with_cuts(whole).layout.starts) == 1
