@@ -417,7 +417,7 @@ def _warm_up(
     with startup.phase("warm-up") as opened:
         drafts = _foreseen_drafts(controller)
         alone = warm_up_of(resolved, executor, drafts, is_alone=ranks is None)
-        warm_up = alone if ranks is None else GroupWarmUp(alone, ranks)
+        warm_up = alone if ranks is None else GroupWarmUp(alone, ranks, drafts)
         warm_up.run(WARM_UP_S)
         opened.detail = warm_up.text()
     return warm_up

@@ -310,7 +310,7 @@ def _choose(
     collective = _collective(config, kind, decisions)
     stages = _cut(config, spec, device, kind, dtype, weight_format, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
-    if captured and (why := _why_not_captured(config, collective)):
+    if captured and (why := _why_not_captured(config, collective)[0]):
         decisions.note("captured steps", captured, "none", why)
         captured = 0
     has_graphs = captured > 0 and kind == "cuda"
@@ -340,15 +340,17 @@ def _block_bytes(config: EngineConfig, spec: ModelSpec, chosen: _Chosen) -> int:
     )
 
 
-def _why_not_captured(config: EngineConfig, collective: str) -> str:
-    """By several ranks; empty where they may be."""
+def _why_not_captured(config: EngineConfig, collective: str) -> tuple[str, str]:
+    """By several ranks, and the way out; empty where they may be."""
     if config.pp > 1:
-        return "no captured step can wait for the stage before it"
+        return "no captured step can wait for the stage before it", "leave out pp"
     if config.dp > 1:
-        return "no captured step knows how many tokens other groups of ranks have"
+        why = "no captured step knows how many tokens other groups of ranks have"
+        return why, "leave out dp"
     if collective and not collective_class(collective).captures:
-        return f"ranks talk over {collective}, which no captured step can call"
-    return ""
+        why = f"ranks talk over {collective}, which no captured step can call"
+        return why, "use collective shared, of CPUs of one machine, or nccl"
+    return "", ""
 
 
 def _stages(
@@ -450,11 +452,12 @@ def _with_drafts(
 ) -> _Chosen:
     """Who drafts, which may depend on the steps that are captured."""
     kind, captured = chosen.kind, chosen.captured
+    ranks = _why_not_captured(config, chosen.collective)
     decided = decide_drafting(
         config,
         spec,
         model_path,
-        why_not=why_no_drafts(config, spec, kind, chosen.dtype, captured),
+        why_not=why_no_drafts(config, spec, kind, chosen.dtype, captured, ranks),
         read_draft=read_draft,
     )
     drafting = replace(decided, kind=kind)

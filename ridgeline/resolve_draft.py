@@ -107,6 +107,8 @@ def decide_drafting(
     if config.speculate != "auto":
         return _as_asked(config.speculate, spec, why_not, read_draft)
     known = known_draft(model_path)
+    if config.num_ranks > 1:
+        return Drafting(None, "several ranks draft where a method is named, such as ngram")
     if known is None:
         return Drafting(None, "no draft is known for this model; ngram or a draft can be asked for")
     if why_not is not None:
@@ -134,16 +136,22 @@ def known_draft(model_path: str) -> str | None:
 
 
 def why_no_drafts(
-    config: EngineConfig, spec: ModelSpec, kind: str, dtype: str, captured: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    kind: str,
+    dtype: str,
+    captured: int,
+    ranks: tuple[str, str],
 ) -> str | None:
-    """What of this engine does not go with drafts, and the way out. `captured` as resolved."""
+    """What of this engine does not go with drafts, and the way out. `captured` as resolved;
+    `ranks`: why several ranks capture no step, and what lets them, or twice nothing."""
     if config.deterministic:
         return (
             "drafts are checked several at once, which deterministic rules out; leave out one of "
             "deterministic and speculate"
         )
-    if config.num_ranks > 1:
-        return "drafts of several ranks are not served yet; leave out tp, pp and dp"
+    if ranks[0]:
+        return f"drafts need captured steps, and {ranks[0]}; {ranks[1]}"
     if captured:
         return None
     if spec.implementation != NATIVE:

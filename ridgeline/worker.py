@@ -44,6 +44,7 @@ from ridgeline.log import say
 
 if TYPE_CHECKING:  # torch and all that needs it
     from ridgeline.build import OpenModel, Rank
+    from ridgeline.executor.warm_up import WarmUp
     from ridgeline.step import StepFuture
 
 EXIT_FAULT = 70  # EX_SOFTWARE
@@ -121,19 +122,22 @@ def _build(link: DriverLink, opened: OpenModel) -> Rank:
 
 
 def _work(link: DriverLink, rank: Rank) -> NoReturn:
-    """Steps, in the order in which they are planned. What they give is read, late enough not to
-    wait for it, so that what fails on the device is seen."""
+    """Steps, in the order in which they are planned. What they give is read when the driver has
+    read it: what fails on the device is seen, and who drafts knows as much of earlier steps as
+    there."""
     from ridgeline.build import warm_up_of
     from ridgeline.executor.future import Failed as FailedStep
 
-    warm_up = warm_up_of(rank.resolved, rank.executor, is_alone=False)
-    executor, most = rank.executor, rank.resolved.max_in_flight
+    warm_up: WarmUp | None = None
+    executor = rank.executor
     wave = rank.decoder.placement.wave
     reports = wave is not None and wave.group > 0 and rank.decoder.placement.rank == 0
-    futures: deque[StepFuture] = deque()
+    futures: deque[tuple[int, StepFuture]] = deque()
     while True:
         command = link.take()
         if isinstance(command, (Step, DecodeStep)):
+            while futures and futures[0][0] <= command.known:
+                futures.popleft()[1].result()
             link.whereabouts.begin(command.step_id)
             future = executor.submit(command.plan())
             if isinstance(future, FailedStep):
@@ -141,12 +145,13 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
             if reports:  # where this is served, a step is over when it has been submitted
                 link.send(Result(command.step_id, future.result()))
                 continue
-            futures.append(future)
-            if len(futures) > most:
-                futures.popleft().result()
+            futures.append((command.step_id, future))
         elif isinstance(command, Score):
             rank.scorer.logits(command.token_ids)
         elif isinstance(command, Prepare):
+            if warm_up is None:
+                drafts = command.draft_tokens
+                warm_up = warm_up_of(rank.resolved, executor, drafts, is_alone=False)
             warm_up.one()
         else:
             check(False, "a command in its place", got=type(command).__name__)

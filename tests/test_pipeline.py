@@ -92,7 +92,7 @@ def test_what_is_decided_and_refused(three: LLM, folder: Path) -> None:
         three.logits([1, 2, 3])
     for options, words in (
         ({"pp": 5}, "pp is 5; the model has only 4 layers"),
-        ({"pp": 2, "speculate": "ngram"}, "drafts of several ranks .* leave out tp, pp and dp"),
+        ({"pp": 2, "speculate": "ngram"}, "no captured step can wait .* leave out pp"),
         ({"pp": 2, "implementation": "transformers"}, "tp 1 and pp 2 needs native layers"),
     ):
         with pytest.raises(ConfigError, match=words):

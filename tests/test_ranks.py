@@ -146,7 +146,6 @@ def _nobody_starts_one(config: EngineConfig) -> NoReturn:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculate": "ngram"}, "drafts of several ranks are not served yet; leave out tp"),
         ({"launcher": "join"}, "launcher join needs join_address"),
         ({"join_address": "h:1"}, "launcher join needs join_address"),
         ({"launcher": "join", "join_address": "nowhere"}, "is no address; write HOST:PORT"),

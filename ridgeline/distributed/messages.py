@@ -83,9 +83,10 @@ class Built(msgspec.Struct, tag="built", array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """A StepPlan."""
+    """A StepPlan. `known`: the last step whose result its planner had."""
 
     step_id: int
+    known: int
     scheduled: tuple[ScheduledRequest, ...]
     new: tuple[NewRequest, ...]
     copies: tuple[BlockCopy, ...]
@@ -100,9 +101,10 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 class DecodeStep(msgspec.Struct, tag="decodes", array_like=True, frozen=True):
     """A StepPlan with `decodes`, by columns: a fifth of the bytes. `blocks` are those of the rows
-    in `opened`."""
+    in `opened`; `known` as of Step."""
 
     step_id: int
+    known: int
     num_groups: int
     row_ids: tuple[str, ...]
     starts: tuple[int, ...]
@@ -131,7 +133,10 @@ class Score(msgspec.Struct, tag="score", array_like=True, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
-    """Do the next step that can be foreseen; nothing is in flight."""
+    """Do the next step that can be foreseen; nothing is in flight. `draft_tokens` as of WarmUp,
+    the same each time."""
+
+    draft_tokens: tuple[int, ...]
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
@@ -170,12 +175,14 @@ COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 
 
-def step_message(plan: StepPlan) -> Step | DecodeStep:
+def step_message(plan: StepPlan, known: int) -> Step | DecodeStep:
     decodes, scheduled = plan.decodes, plan.scheduled
     if decodes is None or not scheduled:
-        return Step(plan.step_id, scheduled, plan.new, plan.copies, plan.preempted, plan.finished)
+        closed = plan.preempted, plan.finished
+        return Step(plan.step_id, known, scheduled, plan.new, plan.copies, *closed)
     return DecodeStep(
         plan.step_id,
+        known,
         len(scheduled[0].new_block_ids),
         decodes.row_ids,
         decodes.starts,

@@ -57,6 +57,7 @@ class _Columns(ctypes.Structure):
         ("rows", _Call),
         ("row_bytes", ctypes.c_int64),
         ("out_row_bytes", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
     )
 
 
@@ -135,13 +136,14 @@ class SharedMemory(Gloo):
         return [out[rank] for rank in range(self._size)]
 
     def gather_columns(self, x_TC: torch.Tensor, out_TN: torch.Tensor) -> None:
-        is_alike = out_TN.is_contiguous() and x_TC.dtype == out_TN.dtype
+        is_alike = out_TN.stride(1) == 1 and x_TC.dtype == out_TN.dtype
         if self._columns is None or not is_alike:
             super().gather_columns(x_TC, out_TN)
             return
         x, size = x_TC.contiguous(), x_TC.dtype.itemsize
         rows = _Call(ctypes.addressof(self._ranks), x.data_ptr(), out_TN.data_ptr(), x.nbytes, 0)
-        call = _Columns(rows, x.shape[1] * size, out_TN.shape[1] * size)
+        sizes = x.shape[1] * size, out_TN.shape[1] * size, out_TN.stride(0) * size
+        call = _Columns(rows, *sizes)
         recorder.launch(self._columns, call, x, out_TN, *self._kept)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class GroupExecutor:
         self.block_size = inner.block_size
         self._ranks, self._wave = ranks, wave
         self._cutter = None if wave is None else WaveCutter(wave.groups)
+        self._known = 0  # the last step whose result was asked for
         ranks.started()
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -67,32 +68,44 @@ class GroupExecutor:
         if isinstance(future, Failed):
             ranks.raise_lost(future.cause)
         others = 0 if self._wave is None else self._wave.groups - 1
-        return GroupFuture(future, ranks, plan.step_id, others)
+        return GroupFuture(future, ranks, plan.step_id, others, self._has_come)
+
+    def _has_come(self, step_id: int) -> None:
+        self._known = max(self._known, step_id)
 
     def _send(self, plan: StepPlan) -> StepPlan:
         """To each of the others its part of it; returns that of rank 0."""
         ranks, wave = self._ranks, self._wave
         if wave is None or self._cutter is None:
-            ranks.send(step_message(plan))
+            ranks.send(step_message(plan, self._known))
             return plan
         parts = self._cutter.cut(plan)
-        messages: list[Command] = [step_message(part) for part in parts]
+        messages: list[Command] = [step_message(part, self._known) for part in parts]
         ranks.send_each([messages[rank // wave.width] for rank in range(wave.size)])
         return parts[0]
 
 
 class GroupFuture:
-    """`others`: groups of ranks that say themselves what came of their parts."""
+    """`others`: groups of ranks that say themselves what came of their parts. `has_come` is told
+    of the step when its result is asked for."""
 
-    def __init__(self, inner: StepFuture, ranks: Ranks, step_id: int, others: int) -> None:
+    def __init__(
+        self,
+        inner: StepFuture,
+        ranks: Ranks,
+        step_id: int,
+        others: int,
+        has_come: Callable[[int], None],
+    ) -> None:
         self._inner, self._ranks = inner, ranks
-        self._step_id, self._others = step_id, others
+        self._step_id, self._others, self._has_come = step_id, others, has_come
 
     def is_over(self) -> bool:
         is_here = self._ranks.results.has(self._step_id, self._others)
         return is_here and isinstance(self._inner, KnowsEnd) and self._inner.is_over()
 
     def result(self) -> StepResult:
+        self._has_come(self._step_id)
         try:
             with self._ranks.waiting():
                 mine, ranks = self._inner.result(), self._ranks
@@ -107,16 +120,16 @@ class GroupFuture:
 
 
 class GroupWarmUp:
-    """A WarmUp of which every rank does each step."""
+    """A WarmUp of which every rank does each step; `draft_tokens` as of it."""
 
-    def __init__(self, inner: WarmUp, ranks: Ranks) -> None:
-        self._inner, self._ranks = inner, ranks
+    def __init__(self, inner: WarmUp, ranks: Ranks, draft_tokens: Sequence[int] = ()) -> None:
+        self._inner, self._ranks, self._draft_tokens = inner, ranks, tuple(draft_tokens)
         self.text, self.run = inner.text, partial(inner.run, one=self.one)
 
     def one(self) -> bool:
         """As WarmUp.one. How long one takes nobody knows: kernels may be compiled."""
         self._ranks.check()
-        self._ranks.send(Prepare())
+        self._ranks.send(Prepare(self._draft_tokens))
         try:
             return self._inner.one()
         except Exception as error:

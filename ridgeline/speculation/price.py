@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Precision, Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.cost.step_features import StepFeatures, repeated
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, AskedDrafts
@@ -112,15 +112,15 @@ class HostLookup(Drafter):
 
 def drafter_of(setup: Setup, asked: AskedDrafts, draft: ModelSpec | None) -> Drafter:
     """For the model of `setup`, on the same devices and in the same dtype. `draft` is the draft
-    model, if there is one; ConfigError where it is lacking."""
-    wanted = asked.line.argument
+    model, if there is one; ConfigError where it is lacking. Each rank has all of what drafts."""
+    wanted, whole = asked.line.argument, replace(setup, layout=Layout())
     if wanted == MODEL:
         if draft is None:
             raise ConfigError(f"the price of {asked.method} drafts needs the model that drafts")
         plain = Precision(setup.precision.dtype, "plain", setup.precision.kv)
-        return DraftSteps(Pricer(replace(setup, spec=draft, precision=plain)), begin=CAUGHT_UP)
+        return DraftSteps(Pricer(replace(whole, spec=draft, precision=plain)), begin=CAUGHT_UP)
     if asked.line.is_head:
-        return DraftSteps(Pricer(replace(setup, spec=draft or head_spec(setup.spec))))
+        return DraftSteps(Pricer(replace(whole, spec=draft or head_spec(setup.spec))))
     if wanted == LAYERS:
         return DraftSteps(
             Pricer(replace(setup, spec=first_layers(setup.spec, int(asked.argument))))
@@ -266,9 +266,7 @@ class PlannedDrafting:
 
 def planned_drafting(setup: Setup, target: Pricer, num_drafts: int) -> PlannedDrafting:
     """For a model that `target` prices."""
-    head = Setup(
-        head_spec(setup.spec), setup.device, setup.layout, setup.precision, setup.calibration
-    )
+    head = Setup(head_spec(setup.spec), setup.device, Layout(), setup.precision, setup.calibration)
     return PlannedDrafting(target, DraftSteps(Pricer(head)), num_drafts)
 
 

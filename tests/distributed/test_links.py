@@ -93,7 +93,7 @@ def test_commands_arrive_in_order_and_answers_by_rank(three: Members) -> None:
     ]
     three.ranks.send(Open(EngineConfig(model="m", tp=3)))
     for plan in plans:
-        three.ranks.send(step_message(plan))
+        three.ranks.send(step_message(plan, 0))
     for link in three.links:
         command = link.take()
         assert isinstance(command, Open)

@@ -30,8 +30,9 @@ struct RlRanksCall {
 };
 
 // Rows of `row_bytes` side by side: those of rank r begin at r * row_bytes of each row of `out`, and
-// what would lie behind its `out_row_bytes` is left out. `num_bytes` are those of all rows.
+// what would lie behind its `out_row_bytes` is left out. `num_bytes` are those of all rows, which
+// begin `out_stride` bytes after each other.
 struct RlColumnsCall {
   RlRanksCall rows;
-  int64_t row_bytes, out_row_bytes;
+  int64_t row_bytes, out_row_bytes, out_stride;
 };

@@ -171,7 +171,7 @@ RL_API int rl_ranks_columns(const RlColumnsCall* columns) {
         int64_t row = i / row_bytes, begin = i % row_bytes, place = rank * row_bytes + begin;
         int64_t some = row_bytes - begin < at + num - i ? row_bytes - begin : at + num - i;
         int64_t room = some < out_row_bytes - place ? some : out_row_bytes - place;
-        char* to = static_cast<char*>(call->out) + row * out_row_bytes + place;
+        char* to = static_cast<char*>(call->out) + row * columns->out_stride + place;
         if (room > 0) std::memcpy(to, from + (i - at), size_t(room));
         i += some;
       }
@@ -182,6 +182,7 @@ RL_API int rl_ranks_columns(const RlColumnsCall* columns) {
 
 // Whole vectors are one row.
 RL_API int rl_ranks_gather(const RlRanksCall* call) {
-  const RlColumnsCall columns = {*call, call->num_bytes, call->num_bytes * call->ranks->size};
+  const int64_t whole = call->num_bytes * call->ranks->size;
+  const RlColumnsCall columns = {*call, call->num_bytes, whole, whole};
   return rl_ranks_columns(&columns);
 }
