@@ -98,6 +98,7 @@ class _Memory:
     total: int
     free: int
     bound: str = ""  # why it is less than the hardware has, if it is
+    num_peers: int = 0  # as Device.num_peers
 
 
 Resolved = tuple[ResolvedConfig, tuple[MemoryRow, ...]]
@@ -133,7 +134,7 @@ def resolve(
     Nothing is allocated here.
     """
     found = least or memory_of(device)
-    memory = _Memory(device.name, found.total, found.free, found.bound)
+    memory = _Memory(device.name, found.total, found.free, found.bound, device.num_peers())
 
     def attempt(asked: EngineConfig, where: _Memory) -> Resolved:
         take = partial(
@@ -307,7 +308,7 @@ def _choose(
     if kind == "cpu" and line.compute is not None and line.cpu_compute is None:
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
-    collective = _collective(config, kind, decisions)
+    collective = _collective(config, kind, device, decisions)
     stages = _cut(config, spec, device, kind, dtype, weight_format, decisions)
     captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
     if captured and (why := _why_not_captured(config, collective)[0]):
@@ -414,7 +415,7 @@ def _weights(
     return max(sum(item.bytes for item in of_stage) for of_stage in items)
 
 
-def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
+def _collective(config: EngineConfig, kind: str, device: _Memory, decisions: _Decisions) -> str:
     """How ranks talk; empty for one rank."""
     if config.num_ranks == 1:
         return ""
@@ -436,6 +437,10 @@ def _collective(config: EngineConfig, kind: str, decisions: _Decisions) -> str:
     if kind == "cpu" and is_here and library() is not None:
         decisions.note("collective", "auto", "shared", "all ranks have this machine's memory")
         return "shared"
+    if kind == "cuda" and is_here and device.num_peers >= config.num_ranks - 1:
+        because = "each GPU can write to the others' memory; what is long goes by NCCL"
+        decisions.note("collective", "auto", "peer", because)
+        return "peer"
     name, way = ("nccl", "from GPU to GPU") if kind == "cuda" else ("gloo", "over sockets")
     decisions.note("collective", "auto", name, f"ranks talk {way}")
     return name

@@ -69,6 +69,14 @@ def done(
     )
 
 
+@pytest.mark.parametrize(("num_peers", "collective"), [(1, "peer"), (0, "nccl")])
+def test_ranks_write_to_each_other_where_the_cards_can(num_peers: int, collective: str) -> None:
+    card = FakeDevice("cuda", 80 * GB)
+    card.num_peers = lambda: num_peers  # type: ignore[method-assign]
+    resolved, _ = done(LLAMA_8B, card, tp=2)
+    assert resolved.collective == collective
+
+
 def test_an_80_gb_card_holds_the_8b_and_as_much_cache_as_is_left() -> None:
     card = FakeDevice("cuda:0", 80 * GB)
     resolved, memory = done(LLAMA_8B, card)

@@ -67,5 +67,8 @@ class CpuDevice:
                 say(logger, logging.INFO, f"{what} is not recorded", because=f"torch does {op}")
         return launch
 
+    def num_peers(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         """Every call has returned with its result."""

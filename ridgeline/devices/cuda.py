@@ -54,6 +54,11 @@ class CudaDevice:
         held = total - free - torch.cuda.memory_reserved(self.torch_device)
         return f"others hold {scaled(held, 'B')} of {scaled(total, 'B')}" if held > DRIVER else ""
 
+    def num_peers(self) -> int:
+        here = self.torch_device.index
+        others = (card for card in range(torch.cuda.device_count()) if card != here)
+        return sum(torch.cuda.can_device_access_peer(here, card) for card in others)
+
     def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         pinned = torch.tensor(values, dtype=dtype, pin_memory=True)
         return pinned.to(self.torch_device, non_blocking=True)

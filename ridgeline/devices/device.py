@@ -29,6 +29,10 @@ class Device(Protocol):
         """What leaves less than the hardware has: a limit, or others. Empty: nothing."""
         ...
 
+    def num_peers(self) -> int:
+        """Other devices of this host whose memory this one can write to."""
+        ...
+
     def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Host numbers as a tensor on the device, in stream order, without waiting."""
         ...

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline import LLM
+from ridgeline import LLM, SamplingParams
 from ridgeline.distributed.collectives import open_collective
 from ridgeline.distributed.peer import PeerSum, memory_bytes
 from ridgeline.distributed.placement import Collective, Placement
@@ -270,5 +270,6 @@ def test_two_cards_give_the_tokens_of_one(tmp_path: Path, family: str, collectiv
 @two_cards
 def test_what_is_foreseen_is_captured_by_both(tmp_path: Path) -> None:
     with LLM(make_tiny_model(tmp_path), tp=2, device="cuda", num_blocks=200, max_num_seqs=4) as two:
-        found = two.generate(["Once upon"] * 4)
+        assert two.resolved.collective == "peer"
+        found = two.generate(["Once upon"] * 4, SamplingParams(temperature=0.0, max_tokens=16))
     assert len({one.text for one in found}) == 1

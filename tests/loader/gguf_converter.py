@@ -76,7 +76,7 @@ CONFIGS = AGREEMENT | {
     "minicpm3 of a file": tiny_config(
         "minicpm3",
         qk_rope_head_dim=12,
-        rope_scaling=LONGROPE,
+        rope_scaling=LONGROPE | {"factor": 1.0},
         original_max_position_embeddings=512,
         max_position_embeddings=512,
     ),
