@@ -23,8 +23,8 @@ from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 WITH_EXPERTS = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "qwen2_moe",
-    "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared",
+    "mixtral", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 MIXTRAL: dict[str, Any] = {  # of 5 experts one rank has 2 and the other 3
     "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,

@@ -43,6 +43,7 @@ CHOSEN = {
     "gpt_oss": "gpt_oss",
     "granite": "granite biased",
     "granitemoe": "granitemoe tied",
+    "granitemoeshared": "granitemoeshared biased",
     "hunyuan_v1_dense": "hunyuan odd heads",
     "minicpm3": "minicpm3 straight queries",
     "mixtral": "mixtral llama3",

@@ -15,6 +15,7 @@ from ridgeline.architectures.parts import (
 from ridgeline.architectures.scheme_config import described
 from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.tensor_layouts import unstacked
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
 
@@ -47,6 +48,7 @@ FAMILIES: dict[str, str] = {
     "gpt_oss": "ridgeline.architectures.gpt_oss:read",
     "granite": "ridgeline.architectures.granite:read",
     "granitemoe": "ridgeline.architectures.granitemoe:read",
+    "granitemoeshared": "ridgeline.architectures.granitemoe:read_shared",
     "hunyuan_v1_dense": "ridgeline.architectures.hunyuan:read",
     "llama": "ridgeline.architectures.llama:read",
     "minicpm3": "ridgeline.architectures.minicpm3:read",
@@ -70,6 +72,7 @@ FAMILIES: dict[str, str] = {
 # Described, priced and planned for; `spec.check_served` says why they are not served.
 PLANNED_FAMILIES: dict[str, str] = {**dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read")}
 OWN_TENSORS = "ridgeline_own_tensors"  # true: each parameter is a tensor, as in a GGUF file
+OWN_EXPERTS = "ridgeline_own_experts"  # true: each matrix of each expert is
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # in names of classes that generate text
 
 
@@ -94,6 +97,8 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
     if reader.flag(OWN_TENSORS, default=False):
         spec = replace(spec, tensor_layouts=())
+    if reader.flag(OWN_EXPERTS, default=False):
+        spec = unstacked(spec)
     _check_size(spec)
     if model_type in FAMILIES:
         _check_class(reader, model_type)

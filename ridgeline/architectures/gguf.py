@@ -39,9 +39,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
 # checkpoint has the halves of each head.
-INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
-# Their files say that they are a llama, an olmo2, or a deepseek2 as that of a DeepSeek-V3 does.
-AS_OTHERS = ("deepseek_v2", "kimi_k2", "mistral", "mixtral", "olmo3")
+INTERLEAVED = (
+    "arcee", "granite", "granitemoe", "granitemoeshared", "llama", "mixtral", "smollm3",
+)  # fmt: skip
+# Their files say that they are a llama, an olmo2, a granitemoe, or a deepseek2 as that of a
+# DeepSeek-V3 does.
+AS_OTHERS = ("deepseek_v2", "granitemoeshared", "kimi_k2", "mistral", "mixtral", "olmo3")
 OTHER_LAYOUTS = ("gemma3", "glm")  # their files are not read
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"

@@ -53,8 +53,11 @@ def softmax_experts(
         shared = _width(reader, SHARED_WIDTH, shapes, "ffn_down_shexp")
         return found | {"shared_expert_intermediate_size": shared, "qkv_bias": has_biases}
     reader.refuse(NUM_SHARED, 0)
-    reader.refuse(SHARED_WIDTH, 0)
     found = _chosen(reader, "num_local_experts")
+    if name == "granitemoe" and (shared := reader.integer(SHARED_WIDTH, low=0, default=0)):
+        found |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
+    else:
+        reader.refuse(SHARED_WIDTH, 0)
     if reader.has(WIDTH):
         found["intermediate_size"] = reader.integer(WIDTH)
     if name == "llama":

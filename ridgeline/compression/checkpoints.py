@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.architectures import OWN_TENSORS, read_spec
+from ridgeline.architectures import OWN_EXPERTS, read_spec
 from ridgeline.architectures.parts import layer_tensors, shared_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.tensor_layouts import Cut, checkpoint_layer, unstacked
@@ -175,7 +175,7 @@ def write_plain(folder: Path, out: Path) -> None:
         raise ConfigError(f"{folder}: config.json has no {KEY}; the model is plain already")
     grids, spec, source = read_grids(described), read_spec(config), FileTensors(folder)
     if unstacked(spec) != spec:
-        config[OWN_TENSORS] = True
+        config[OWN_EXPERTS] = True
         spec = read_spec(config)
     out.mkdir()
     shard_of: dict[str, str] = {}

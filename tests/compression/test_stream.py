@@ -55,9 +55,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": tiny_config("glm4_moe", moe_intermediate_size=32, use_qk_norm=True),
     "deepseek": tiny_config("deepseek_v3", moe_intermediate_size=32, **LATENT),
     "granitemoe": tiny_config("granitemoe", intermediate_size=48),
+    "granitemoeshared": tiny_config("granitemoeshared", intermediate_size=48),
     "gpt_oss": tiny_config("gpt_oss", num_hidden_layers=3, rope_scaling={"rope_type": "default"}),
 }
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek", "granitemoe", "gpt_oss")
+EXPERTS = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek", "granitemoe", "granitemoeshared",
+    "gpt_oss",
+)  # fmt: skip
 _MODELS: dict[str, ReferenceModel] = {}
 
 
@@ -117,8 +121,8 @@ def stacked(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     is_granite = any(".router.layer." in key for key in found)
     is_gpt_oss = any(key.endswith(".sinks") for key in found)
     other = {
-        "input_linear.weight": "experts.gate_up_proj",
-        "output_linear.weight": "experts.down_proj",
+        "moe.input_linear.weight": "moe.experts.gate_up_proj",
+        "moe.output_linear.weight": "moe.experts.down_proj",
         "router.layer.": "router.",
         **({} if is_granite else {"block_sparse_moe.": "mlp."}),
     }

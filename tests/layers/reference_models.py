@@ -101,8 +101,10 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         config |= {"shared_expert_intermediate_size": 48} if model_type == "qwen2_moe" else {}
-    if model_type == "granitemoe":
+    if model_type.startswith("granitemoe"):
         config |= {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}
+    if model_type == "granitemoeshared":
+        config["shared_intermediate_size"] = 48
     if model_type == "glm4_moe":
         config |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     if model_type == "gpt_oss":
@@ -157,7 +159,7 @@ class ReferenceModel:
         if self.config.get("tie_word_embeddings"):
             state.pop("lm_head.weight", None)
         model_type = self.config["model_type"]
-        if model_type == "granitemoe":
+        if model_type.startswith("granitemoe"):
             return {_granite_name(name): tensor for name, tensor in state.items()}
         return dict(_each_expert(state, model_type)) if model_type in EXPERT_NAMES else state
 

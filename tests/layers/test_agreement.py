@@ -127,6 +127,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe biased": tiny_config(
         "granitemoe", attention_bias=True, logits_scaling=8.0, num_attention_heads=6
     ),
+    "granitemoeshared": tiny_config("granitemoeshared", **GRANITE),
+    "granitemoeshared tied": tiny_config(
+        "granitemoeshared", **MULTIPLIERS, tie_word_embeddings=True, shared_intermediate_size=80
+    ),
+    "granitemoeshared biased": tiny_config(
+        "granitemoeshared", attention_bias=True, num_experts_per_tok=1, **MULTIPLIERS | ODD_HEADS
+    ),
+    "granitemoeshared with none": tiny_config(
+        "granitemoeshared", **MULTIPLIERS, shared_intermediate_size=0
+    ),
     "qwen2_moe": tiny_config("qwen2_moe"),
     "qwen2_moe mixed": tiny_config(
         "qwen2_moe", norm_topk_prob=True, mlp_only_layers=[1], qkv_bias=False, num_attention_heads=6

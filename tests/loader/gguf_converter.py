@@ -155,6 +155,7 @@ CASES: dict[str, tuple[str, Values]] = {
     "granite biased": ("granite", {}),
     "granitemoe": ("granitemoe", {}),
     "granitemoe biased": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoe", {}),
     "hunyuan alpha": ("hunyuan-dense", {"rope.freq_base": (6, 874339.31)}),
     "minicpm3 of a file": ("minicpm3", {"attention.key_length": (4, 24)}),
     "mixtral": ("llama", {}),
@@ -203,6 +204,7 @@ KEYS: dict[str, tuple[str, int]] = {
     "topk_group": ("expert_group_used_count", 4),
     "moe_intermediate_size": ("expert_feed_forward_length", 4),
     "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", 4),
+    "shared_intermediate_size": ("expert_shared_feed_forward_length", 4),
     "first_k_dense_replace": ("leading_dense_block_count", 4),
     "routed_scaling_factor": ("expert_weights_scale", 6),
     "attention_multiplier": ("attention.scale", 6),
@@ -306,18 +308,17 @@ def converted(config: Any, name: str, tensor: torch.Tensor, *, is_older: bool) -
     kind = config.model_type
     if kind.startswith("gemma") and name.endswith("norm.weight"):
         return {name: tensor + 1.0}
-    if kind in ("granite", "granitemoe", "mixtral", "smollm3", "arcee") and re.search(
-        "[qk]_proj", name
-    ):
+    if re.match("granite|mixtral|smollm3|arcee", kind) and re.search("[qk]_proj", name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         return {name: interleaved(tensor, heads)}
     if kind == "gpt2" and tensor.dim() == 2 and ".h." in name:
         return {name: tensor.T}
     if "query_key_value" in name:
         return {name: _queries_first(config, tensor)}
-    if kind == "granitemoe" and name.endswith("input_linear.weight"):
-        stem = name.removesuffix("block_sparse_moe.input_linear.weight") + "mlp.experts"
-        gate, up = tensor.chunk(2, 1)
+    if kind.startswith("granitemoe") and name.endswith("input_linear.weight"):
+        layer = re.sub(r"(block_sparse_moe|shared_mlp)\..*", "mlp", name)
+        stem = f"{layer}.{'shared_expert' if 'shared_mlp' in name else 'experts'}"
+        gate, up = tensor.chunk(2, -2)
         return {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
     if kind == "gpt_oss":
         return _of_gpt_oss(name, tensor)

@@ -4,6 +4,7 @@ their numbers: read as numbers, and kept as they are."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from ridgeline import LLM
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.parts import ROUTER, layer_tensors
-from ridgeline.architectures.tensor_layouts import unstacked
+from ridgeline.architectures.tensor_layouts import checkpoint_layer, unstacked
 from ridgeline.formats import CHECKPOINT
 from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.piece import TensorSource
@@ -104,13 +105,15 @@ def written(folder: Path, name: str, layout: str) -> ReferenceModel:
     reference = ReferenceModel(CONFIGS[name])
     spec = read_spec(CONFIGS[name])
     source: TensorSource = Given(reference.tensors)
-    if spec.tensor_layouts:
-        source = of_parameters(source, spec)
+    of_experts = tuple(one for one in spec.tensor_layouts if one.experts)
+    if of_experts:
+        source = of_parameters(source, replace(spec, tensor_layouts=of_experts))
     tensors = {key: source.tensor(key).clone().contiguous() for key in source.names()}
     numbers = dict(tensors)
     for index in range(spec.num_layers):
-        for seed, (key, part) in enumerate(layer_tensors(unstacked(spec), index).items()):
-            if part.product in ("", ROUTER):
+        parts = layer_tensors(spec, index)
+        for seed, (key, held) in enumerate(checkpoint_layer(unstacked(spec), index).items()):
+            if parts[held[0][0]].product in ("", ROUTER):
                 continue
             found, numbers[key] = stored(layout, tuple(tensors.pop(key).shape), seed + 1000 * index)
             tensors |= {key.removesuffix("weight") + own: one for own, one in found.items()}
