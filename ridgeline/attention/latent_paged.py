@@ -14,12 +14,12 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend, LatentUp, Supports, softmax_scale
-from ridgeline.attention.latent import attend_rows, rotated_queries, values_of
+from ridgeline.attention.latent import attend_rows
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.attention.sdpa import SdpaAttention, SdpaPlan
 from ridgeline.attention.split_work import room_for
 from ridgeline.errors import InternalError
-from ridgeline.kernels.latent_decode import LatentQueries, latent_decode
+from ridgeline.kernels.latent_decode import latent_attend
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kvcache import LatentKV, LayerKV
 
@@ -104,19 +104,18 @@ class PagedLatentAttention(AttentionBackend):
     ) -> torch.Tensor:
         if not isinstance(layer_kv, LatentKV) or layer_kv.latent_NSC is None:
             raise InternalError("this KV format is not read in place")
-        queries = LatentQueries(rotated_queries(q_THD, up), q_THD[..., up.num_plain :])
-        work = self._work(batch, queries.latent_THC)
-        scale = softmax_scale(spec)
-        return values_of(latent_decode(queries, layer_kv.latent_NSC, batch, scale, work=work), up)
+        work = self._work(batch, up.weight_HOC)
+        asked = up.keys_HPC, up.values_HVC, layer_kv.latent_NSC
+        return latent_attend(q_THD, *asked, batch, softmax_scale(spec), work=work)
 
-    def _work(self, batch: DecodeBatch, like_THC: torch.Tensor) -> LatentWork:
+    def _work(self, batch: DecodeBatch, weight_HOC: torch.Tensor) -> LatentWork:
         """One for each shape, as captured steps hold on to its memory."""
         from ridgeline.kernels.latent_decode_triton import make_work
 
-        key = room_for(batch), batch.max_new, *like_THC.shape[1:]
+        key = room_for(batch), batch.max_new, len(weight_HOC), weight_HOC.shape[2]
         if key not in self._works:
             room, new, heads, size = key
             self._works[key] = make_work(
-                like_THC.device, num_heads=heads, size=size, max_requests=room, max_new=new
+                weight_HOC.device, num_heads=heads, size=size, max_requests=room, max_new=new
             )
         return self._works[key]

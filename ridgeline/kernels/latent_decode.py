@@ -4,7 +4,7 @@ The cached vectors are the one key of all heads, and their first C numbers the v
 arXiv 2405.04434, section 2.1): a query has C numbers for these and R for the rotated rest. This
 file is the meaning, and what goes to the cache before; the Triton kernels are tested against it.
 Letters: T packed query tokens, B requests, N blocks, S block size, H heads, W = C + R, n keys of a
-request, L positions.
+request, L positions, P numbers of a query that are not rotated, V of a value.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ridgeline.kernels.rms_norm import rms_norm_reference
 
 if TYPE_CHECKING:
     from ridgeline.kernels.latent_decode_triton import LatentWork
+
+MOST_ATTENDED = 4  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,30 @@ def latent_decode(
     from ridgeline.kernels.latent_decode_triton import latent_decode_triton
 
     return latent_decode_triton(q, cache_NSW, batch, scale, work)
+
+
+def latent_attend(
+    q_THD: torch.Tensor,
+    keys_HPC: torch.Tensor,
+    values_HVC: torch.Tensor,
+    cache_NSW: torch.Tensor,
+    batch: DecodeBatch,
+    scale: float,
+    *,
+    work: LatentWork | None = None,
+) -> torch.Tensor:
+    """[T, H, V]: values that heads mix. `keys_HPC` makes the first P numbers of a query those of a
+    query of latent vectors, `values_HVC` values of what is mixed of these. `work` as that of
+    `latent_decode`. Few tokens whose keys are split are three launches of ours: no library."""
+    if work is not None and work.splits > 1 and len(q_THD) <= MOST_ATTENDED:
+        from ridgeline.kernels.latent_decode_triton import latent_attend_triton
+
+        return latent_attend_triton(q_THD, keys_HPC, values_HVC, cache_NSW, batch, scale, work)
+    plain = keys_HPC.shape[1]
+    q_THC = torch.bmm(q_THD[..., :plain].transpose(0, 1), keys_HPC).transpose(0, 1)
+    queries = LatentQueries(q_THC, q_THD[..., plain:])
+    mixed_THC = latent_decode(queries, cache_NSW, batch, scale, work=work)
+    return torch.bmm(mixed_THC.transpose(0, 1), values_HVC.mT).transpose(0, 1)
 
 
 def latent_decode_reference(

@@ -1,10 +1,11 @@
 """Latent attention of a few new tokens, on a GPU: the keys of a request are split over programs,
-whose sums a second kernel merges.
+whose sums a second kernel merges. Of very few tokens the products before and behind are ours, too:
+a library's kernels begin only when all before them have ended.
 
 A program takes some rows (a query token and a head each) of a request over its share of the keys: a
 tile of cached vectors is loaded once, as keys and as values. How many shares there are depends on
 the shapes alone, so that a step can be captured. Letters as in `latent_decode`; U keys of a tile, Q
-rows of a program.
+rows of a program, X splits, Y of them that are loaded together.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import await_inputs
 from ridgeline.kernels.latent_decode import LatentQueries
 from ridgeline.kernels.launching import launches_early
@@ -24,6 +26,9 @@ from ridgeline.kernels.paged_decode import DecodeBatch
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 64
+ABSORBED = 64  # numbers of a query that a program computes
+VALUES = 16  # of a head, of a program that merges splits
+MERGED = 8  # splits that it loads together
 WAVES = 2  # programs for each multiprocessor, where there are enough keys
 
 
@@ -96,12 +101,28 @@ def latent_decode_triton(
     scale: float,
     work: LatentWork,
 ) -> torch.Tensor:
+    tokens, heads, size = q.latent_THC.shape
+    # Heads first, as the products in front and behind have them.
+    out_THC = q.latent_THC.new_empty((heads, tokens, size)).transpose(0, 1)
+    _launch_decode(q, cache_NSW, batch, scale, work, out_THC)
+    if work.splits > 1:
+        _merge(work, out_THC, None, launches_early(out_THC.device))
+    return out_THC
+
+
+def _launch_decode(
+    q: LatentQueries,
+    cache_NSW: torch.Tensor,
+    batch: DecodeBatch,
+    scale: float,
+    work: LatentWork,
+    out_THC: torch.Tensor,
+) -> None:
+    """Into `out_THC`, or with several splits into the scratch."""
     q_THC, q_THR = q.latent_THC, q.rotated_THR
-    tokens, heads, size = q_THC.shape
+    _, heads, size = q_THC.shape
     rows = batch.max_new * heads
     tile = tile_for(rows, q_THC.element_size())
-    # Heads first, as the products in front and behind have them.
-    out_THC = q_THC.new_empty((heads, tokens, size)).transpose(0, 1)
     num_requests, splits = len(batch.seq_lens_B), work.splits
     sums, logs = (out_THC, out_THC) if splits == 1 else (work.sums_TXHC, work.logs_TXH)
     tables, pdl = batch.block_tables_BM, launches_early(q_THC.device)
@@ -116,13 +137,45 @@ def latent_decode_triton(
         PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32", PDL=pdl, num_warps=tile.warps,
         num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(tokens, heads)](
-            sums, logs, out_THC, out_THC.stride(0), out_THC.stride(1), HEADS=heads, SIZE=size,
-            BLOCK_C=max(16, triton.next_power_of_2(size)), SPLITS=splits,
-            BLOCK_X=triton.next_power_of_2(splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-    return out_THC
+
+
+def latent_attend_triton(
+    q_THD: torch.Tensor,
+    keys_HPC: torch.Tensor,
+    values_HVC: torch.Tensor,
+    cache_NSW: torch.Tensor,
+    batch: DecodeBatch,
+    scale: float,
+    work: LatentWork,
+) -> torch.Tensor:
+    """[T, H, V]: see `latent_attend`. The work must have several splits."""
+    (tokens, heads, _), (_, plain, size) = q_THD.shape, keys_HPC.shape
+    check(work.splits > 1, "values are computed by who merges splits", splits=work.splits)
+    q_THC, pdl = q_THD.new_empty(tokens, heads, size), launches_early(q_THD.device)
+    _absorb_kernel[(heads, triton.cdiv(size, ABSORBED))](
+        q_THD, keys_HPC, q_THC, tokens, q_THD.stride(0), q_THD.stride(1), keys_HPC.stride(0),
+        keys_HPC.stride(1), HEADS=heads, PLAIN=plain, SIZE=size,
+        BLOCK_P=triton.next_power_of_2(plain), BLOCK_C=ABSORBED, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    queries = LatentQueries(q_THC, q_THD[..., plain:])
+    _launch_decode(queries, cache_NSW, batch, scale, work, q_THC)
+    out_THV = q_THD.new_empty(tokens, heads, values_HVC.shape[1])
+    _merge(work, out_THV, values_HVC, pdl)
+    return out_THV
+
+
+def _merge(work: LatentWork, out: torch.Tensor, values_HVC: torch.Tensor | None, pdl: bool) -> None:
+    """What the splits have left, into [T, H, C]; or its values, into [T, H, V]."""
+    (tokens, heads, width), (_, splits, _, size) = out.shape, work.sums_TXHC.shape
+    rows = 1 if values_HVC is None else VALUES
+    strides = (0, 0) if values_HVC is None else values_HVC.stride()[:2]
+    _merge_kernel[(tokens, heads, 1 if values_HVC is None else triton.cdiv(width, rows))](
+        work.sums_TXHC, work.logs_TXH, values_HVC, out, out.stride(0), out.stride(1), *strides,
+        HEADS=heads, SIZE=size, WIDTH=width, BLOCK_C=max(16, triton.next_power_of_2(size)),
+        BLOCK_V=rows, SPLITS=splits, BLOCK_X=triton.next_power_of_2(splits),
+        STEP=min(MERGED, triton.next_power_of_2(splits)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -210,31 +263,76 @@ def _decode_kernel(
         tl.store(logs + part_Q, log_Q, mask=new_Q < num_new)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _absorb_kernel(
+    q, keys, out, tokens, q_token, q_head, key_head, key_row, HEADS: tl.constexpr,
+    PLAIN: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Queries of latent vectors: some columns of a head, for all tokens. Its weights are there
+    whatever runs before, so they are loaded before it has ended."""
+    head = tl.program_id(0)
+    place_P = tl.arange(0, BLOCK_P)
+    place_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_P, in_C = place_P < PLAIN, place_C < SIZE
+    key_PC = tl.load(
+        keys + head.to(tl.int64) * key_head + place_P[:, None] * key_row + place_C[None, :],
+        mask=in_P[:, None] & in_C[None, :],
+        other=0.0,
+    )
+    await_inputs(PDL)
+    for token in range(tokens):
+        q_P = tl.load(q + token * q_token + head * q_head + place_P, mask=in_P, other=0.0)
+        sum_C = tl.sum(q_P.to(tl.float32)[:, None] * key_PC.to(tl.float32), 0)
+        place = out + (token * HEADS + head) * SIZE + place_C
+        tl.store(place, sum_C.to(out.dtype.element_ty), mask=in_C)
+
+
 @triton.jit
 def _merge_kernel(
-    sums, logs, out, out_token, out_head, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+    sums, logs, values, out, out_token, out_head, value_head, value_row, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_X: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(PDL)
+    """Of a token and a head: all that its splits mixed; with `values` some of its values. Splits
+    without keys are not read, the others are loaded `STEP` at a time, none behind another."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    split_X = tl.arange(0, BLOCK_X)
     place_C = tl.arange(0, BLOCK_C)
+    in_C = place_C < SIZE
+    place_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if values is not None:
+        value_VC = tl.load(
+            values + head.to(tl.int64) * value_head + place_V[:, None] * value_row
+            + place_C[None, :],
+            mask=(place_V < WIDTH)[:, None] & in_C[None, :],
+            other=0.0,
+        )  # fmt: skip
+    await_inputs(PDL)
+    split_X = tl.arange(0, BLOCK_X)
     part = token * SPLITS * HEADS + head
     log_X = tl.load(logs + part + split_X * HEADS, mask=split_X < SPLITS, other=float("-inf"))
     best = tl.max(log_X, 0)
-    weight_X = tl.exp2(log_X - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(weight_X, 0)
-    sum_C = tl.zeros((BLOCK_C,), tl.float32)
-    for split in range(SPLITS):
-        log = tl.load(logs + part + split * HEADS)
-        if log > float("-inf") or log != log:
-            weight = tl.exp2(log - tl.where(best == float("-inf"), 0.0, best))
-            at_C = sums + (part + split * HEADS) * SIZE + place_C
-            sum_C += weight * tl.load(at_C, mask=place_C < SIZE, other=0.0)
-    mixed_C = sum_C / tl.where(total == 0.0, 1.0, total)
-    place = token * out_token + head * out_head
-    tl.store(out + place + place_C, mixed_C.to(out.dtype.element_ty), mask=place_C < SIZE)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.exp2(log_X - best), 0)
+    whole = tl.where(total == 0.0, 1.0, total)
+    sum_YC = tl.zeros((STEP, BLOCK_C), tl.float32)
+    for first in tl.static_range(0, BLOCK_X, STEP):
+        split_Y = first + tl.arange(0, STEP)
+        log_Y = tl.load(logs + part + split_Y * HEADS, mask=split_Y < SPLITS, other=float("-inf"))
+        has_keys_Y = (log_Y > float("-inf")) | (log_Y != log_Y)
+        at_Y = sums + (part + split_Y * HEADS) * SIZE
+        mixed_YC = tl.load(
+            at_Y[:, None] + place_C[None, :], mask=has_keys_Y[:, None] & in_C[None, :], other=0.0
+        )
+        sum_YC += mixed_YC * (tl.exp2(log_Y - best) / whole)[:, None]
+    mixed_C = tl.sum(sum_YC, 0)
+    place = out + token * out_token + head * out_head
+    if values is None:
+        tl.store(place + place_C, mixed_C.to(out.dtype.element_ty), mask=in_C)
+    else:
+        sum_V = tl.sum(value_VC.to(tl.float32) * mixed_C[None, :], 1)
+        tl.store(place + place_V, sum_V.to(out.dtype.element_ty), mask=place_V < WIDTH)
 
 
 def write_latent_triton(

@@ -169,6 +169,9 @@ def others() -> Iterator[Callable[[], object]]:
         queries = LatentQueries(q[..., :512], q[..., 512:])
         cache = empty(9, 16, 576)
         yield partial(latent.latent_decode_triton, queries, cache, batch, 0.1, work)
+        up = empty(heads, 256, 512)
+        asked = empty(4, heads, 192), up[:, :128], up[:, 128:]
+        yield partial(latent.latent_attend_triton, *asked, cache, batch, 0.1, work)
     places = zeros(4, dtype=torch.int64)
     angles = empty(9, 2, 64, dtype=torch.float32)
     yield partial(

@@ -10,6 +10,7 @@ import torch
 
 from ridgeline.kernels.latent_decode import (
     LatentQueries,
+    latent_attend,
     latent_decode_reference,
     write_latent_reference,
 )
@@ -103,6 +104,30 @@ def test_a_new_token_without_a_block_does_not_reach_those_before_it() -> None:
     assert got[1].isnan().all()
     assert torch.equal(got.isnan(), want.isnan())
     assert (got[[0, 2, 3]] - want[[0, 2, 3]]).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "new", "heads", "size", "rotated"),
+    [([70], 1, 4, 32, 8), ([300], 3, 6, 24, 16), ([5, 0, 130], 1, 20, 80, 4)],
+)
+def test_products_before_and_behind(
+    lengths: list[int], new: int, heads: int, size: int, rotated: int, dtype: torch.dtype
+) -> None:
+    """Queries and weights as they lie in what the layer has: parts of other tensors."""
+    queries, cache, batch = scene(lengths, new, heads, size, rotated, dtype)
+    plain, width = 12, 20
+    noise = torch.Generator().manual_seed(heads)
+    weight_HOC = torch.randn(heads, plain + width, size, generator=noise).to(DEVICE, dtype) / 4
+    own = torch.randn(len(lengths) * new, heads, plain, generator=noise).to(DEVICE, dtype)
+    q_THD = torch.cat((own, queries.rotated_THR), -1)
+    given = weight_HOC[:, :plain], weight_HOC[:, plain:], cache, batch, 0.2
+    work = triton_kernel.work_of(
+        DEVICE, num_heads=heads, size=size, max_requests=len(lengths), max_new=new, processors=24
+    )
+    got = triton_kernel.latent_attend_triton(q_THD, *given, work)
+    want = latent_attend(q_THD, *given)
+    assert (got.float() - want.float()).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
