@@ -14,7 +14,7 @@ from ridgeline.asked import read_address
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices import Device
 from ridgeline.distributed.collectives import open_collective
-from ridgeline.distributed.gloo import own_host
+from ridgeline.distributed.gloo import nobody_knows, own_host
 from ridgeline.distributed.links import Processes, Ranks, read_secret
 from ridgeline.distributed.messages import (
     Build,
@@ -24,7 +24,7 @@ from ridgeline.distributed.messages import (
 from ridgeline.distributed.pipeline import Pipeline
 from ridgeline.distributed.placement import Collective, Placement
 from ridgeline.distributed.wave import Wave
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.registry import opened
 from ridgeline.resolve import RankMemory, memory_of
 
@@ -126,14 +126,16 @@ def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placem
     address = f"{host}:{listener.getsockname()[1]}"
     ranks.send(Build(resolved, address))
     placement: list[Placement] = []
-    problem: list[ConfigError] = []
+    problem: list[RidgelineError] = []
 
     def work() -> None:
         try:
             placement.append(
-                rank_placement(ranks.whereabouts.follow, resolved, 0, address, listener)
+                rank_placement(
+                    ranks.whereabouts.follow, resolved, 0, address, listener, ranks.check
+                )
             )
-        except ConfigError as error:
+        except RidgelineError as error:
             problem.append(error)
 
     thread = Thread(target=work, name="meeting", daemon=True)
@@ -154,6 +156,7 @@ def rank_placement(
     rank: int,
     address: str,
     listener: socket.socket | None = None,
+    alive: Callable[[], None] = nobody_knows,
 ) -> Placement:
     """Of a rank that has met the others."""
     width, stages, dp, ep = resolved.tp, len(resolved.stages), resolved.dp, resolved.ep
@@ -165,6 +168,7 @@ def rank_placement(
         address,
         listener=listener,
         timeout_s=COLLECTIVE_S,
+        alive=alive,
     )
     follow(every)
     if groups == 1:
@@ -179,7 +183,13 @@ def rank_placement(
         own = socket.create_server((own_host(address), 0))
     where = _addresses(every, own)[group * width]
     found = open_collective(
-        resolved.collective, place, width, where, listener=own, timeout_s=COLLECTIVE_S
+        resolved.collective,
+        place,
+        width,
+        where,
+        listener=own,
+        timeout_s=COLLECTIVE_S,
+        alive=alive,
     )
     return Placement(place, width, follow(found), ep, pipeline, wave)
 

@@ -10,15 +10,24 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import torch
 from torch import distributed
 
+from ridgeline.clock import WallClock
 from ridgeline.distributed.placement import Collective
 from ridgeline.errors import ConfigError
 
 C10D: Any = distributed  # whose stubs leave most of it out
+
+
+MEET_TURN_S = 0.01  # between two looks at who is there
+
+
+def nobody_knows() -> None:
+    """Whether the ranks that are awaited still live."""
 
 
 class Gloo(Collective):
@@ -30,6 +39,7 @@ class Gloo(Collective):
         *,
         listener: socket.socket | None = None,
         timeout_s: float,
+        alive: Callable[[], None] = nobody_knows,
     ) -> None:
         host, _, port = address.rpartition(":")
         gloo, wait = C10D.ProcessGroupGloo, timedelta(seconds=timeout_s)
@@ -46,6 +56,7 @@ class Gloo(Collective):
                 wait_for_workers=False,
                 **listen,
             )
+            _await_all(store, rank, size, timeout_s, alive)
             options = gloo._Options()
             options._timeout = wait
             options._threads = 1
@@ -95,6 +106,20 @@ class Gloo(Collective):
 
     def close(self) -> None:
         self._group.shutdown()
+
+
+def _await_all(
+    store: Any, rank: int, size: int, timeout_s: float, alive: Callable[[], None]
+) -> None:
+    """What gloo does cannot be broken off, so it begins when all of them are there."""
+    clock = WallClock()
+    until = clock.now() + timeout_s
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{one}" for one in range(size)]):
+        alive()
+        if clock.now() > until:
+            raise RuntimeError("not all of them came")
+        sleep(MEET_TURN_S)
 
 
 def own_host(address: str) -> str:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
@@ -55,7 +56,9 @@ GREETING_BYTES = 64 << 10  # a stranger may send so much
 GREETING_S = 10.0  # and take so long
 MAX_STRANGERS = 64
 TURN_S = 0.1  # of the thread that listens
-LOOK_S = 1.0  # between two looks at who has ended before it came
+LATE_S = 2.0  # a turn that takes so long says nothing of the others
+ASK_S = 0.5  # between two questions where a rank is
+LOOK_S = 0.3  # between two looks at who has ended before it came
 TOLD_S = 5.0  # between two lines about who is missing
 ANSWER_S = 0.8  # for what a rank is at
 EXIT_S = 0.3  # for the last words of a rank that has closed its socket
@@ -314,6 +317,7 @@ class Ranks:
         self._question = 0
         self._asked_at: float | None = None
         self._is_starting = True
+        self._prepared_at, self._turned_at = -inf, self._clock.now()
         for rank, sock in enumerate(socks, 1):
             self._meet(sock, rank)
         if listener is not None:
@@ -354,6 +358,10 @@ class Ranks:
     def started(self) -> None:
         """All of them are ready for steps."""
         self._is_starting, self._asked_at = False, None
+
+    def preparing(self) -> None:
+        """They may be silent for longer from now on: kernels may be compiled."""
+        self._prepared_at = self._clock.now()
 
     def send(self, message: Command) -> None:
         """To all. EngineLost when one is gone."""
@@ -534,6 +542,7 @@ class Ranks:
             with self._changed:
                 self._strangers.discard(peer)
                 self._members[peer.rank] = peer
+                self._asked_at = None  # it has not been asked yet
                 self._changed.notify_all()
             return
         self._refuse(peer, why)
@@ -579,28 +588,31 @@ class Ranks:
     # ------------------------------------------------------------------ who is stuck
 
     def _watch(self, now: float) -> None:
-        if self._is_starting:
-            self._watch_start(now)
-            return
+        if now - self._turned_at > LATE_S:  # we were stopped, and perhaps the others, too
+            self._asked_at, self._seen = None, (self._seen[0], now)
+        self._turned_at = now
         since, mark = self._waits_since, self.whereabouts.mark
         if since is None or mark != self._seen[0]:
-            self._seen, self._asked_at = (mark, now), None
+            self._seen = mark, now
+        asked_at = self._asked_at
+        if asked_at is None or (now - asked_at >= ASK_S and not self._silent()):
+            self._ask(now)
             return
-        stays_s = now - max(since, self._seen[1])
-        if stays_s <= self.overdue_s:
-            self._asked_at = None
-        elif self._asked_at is None:
-            self._ask(now)
-        elif now - self._asked_at >= ANSWER_S or not self._silent():
-            self._lose(EngineLost(self._blame(stays_s)))
-
-    def _watch_start(self, now: float) -> None:
-        """Nobody knows how long it takes; but who is alive answers."""
-        if self._asked_at is None or not self._silent():
-            self._ask(now)
-        elif now - self._asked_at > START_ANSWER_S:
-            who = " and ".join(peer.words for peer in self._silent())
-            self._lose(EngineLost(f"{who} does not answer while it starts"))
+        if not self._is_starting and since is not None:
+            stays_s = now - max(since, self._seen[1])
+            if stays_s <= self.overdue_s:
+                return
+            if asked_at < now - stays_s + self.overdue_s and not self._silent():
+                self._ask(now)  # where they are now
+            elif now - asked_at >= ANSWER_S or not self._silent():
+                self._lose(EngineLost(self._blame(stays_s)))
+            return
+        is_new = self._is_starting or now - self._prepared_at < START_ANSWER_S
+        silent = self._silent()
+        if silent and now - asked_at > (START_ANSWER_S if is_new else self.overdue_s):
+            who = " and ".join(peer.words for peer in silent)
+            when = " while it starts" if self._is_starting else ""
+            self._lose(EngineLost(f"{who} does not answer{when}"))
 
     def _ask(self, now: float) -> None:
         self._question += 1

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import socket
 import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from ridgeline.distributed.gloo import Gloo
+from ridgeline.distributed.gloo import Gloo, nobody_knows
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.kernels.nvrtc import library_beside_torch
 
@@ -47,8 +48,9 @@ class Nccl(Gloo):
         *,
         listener: socket.socket | None = None,
         timeout_s: float,
+        alive: Callable[[], None] = nobody_knows,
     ) -> None:
-        super().__init__(rank, size, address, listener=listener, timeout_s=timeout_s)
+        super().__init__(rank, size, address, listener=listener, timeout_s=timeout_s, alive=alive)
         self.size, self.timeout_s = size, timeout_s
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._comm = ctypes.c_void_p()

@@ -11,10 +11,11 @@ import ctypes
 import mmap
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 
-from ridgeline.distributed.gloo import Gloo
+from ridgeline.distributed.gloo import Gloo, nobody_knows
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.cpu import native, recorder
 
@@ -75,8 +76,9 @@ class SharedMemory(Gloo):
         *,
         listener: socket.socket | None = None,
         timeout_s: float,
+        alive: Callable[[], None] = nobody_knows,
     ) -> None:
-        super().__init__(rank, size, address, listener=listener, timeout_s=timeout_s)
+        super().__init__(rank, size, address, listener=listener, timeout_s=timeout_s, alive=alive)
         self._size = size
         memory, problem = None, ""
         self._processes: list[int] = []

@@ -129,6 +129,7 @@ class GroupWarmUp:
     def one(self) -> bool:
         """As WarmUp.one. How long one takes nobody knows: kernels may be compiled."""
         self._ranks.check()
+        self._ranks.preparing()
         self._ranks.send(Prepare(self._draft_tokens))
         try:
             return self._inner.one()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import httpx
 import pytest
@@ -17,7 +20,9 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.links import SECRET_VARIABLE
 from ridgeline.server import Limits, ServeConfig
+from tests.distributed.bad_worker import SPOIL
 from tests.distributed.processes import children_of
+from tests.distributed.test_failures import Scene, free_address
 from tests.server.running import PATIENCE_S, ROOT, Running, running, until
 from tests.tiny_model import make_tiny_model
 
@@ -89,6 +94,76 @@ def test_a_rank_that_is_gone_or_stuck_is_replaced(
     assert f"rank 1 (host {os.uname().nodename}, pid {rank}) {words}" in server.log.read_text()
 
 
+@pytest.fixture(scope="module", params=["local", "join"])
+def spoilt(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """A server whose rank 1 comes to grief where it is told; with launcher join somebody starts it
+    again whenever it ends."""
+    os.environ[SPOIL] = str(tmp_path_factory.mktemp("spoil"))
+    os.environ[SECRET_VARIABLE] = "5a" * 32
+    address, is_over = free_address(), Event()
+    command = [sys.executable, "-m", "tests.distributed.bad_worker", "--join", address]
+
+    def keep() -> None:
+        while not is_over.is_set():
+            worker = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            while worker.poll() is None and not is_over.wait(0.05):
+                pass
+            worker.kill()
+            worker.wait()
+
+    asked = {"launcher": request.param}
+    if request.param == "join":
+        asked["join_address"] = address
+    started = replace(config(folder, **asked), builder="tests.distributed.bad_worker:build")
+    keeper = Thread(target=keep)
+    try:
+        if request.param == "join":
+            keeper.start()
+        with running(started, tmp_path_factory.mktemp("server")) as server:
+            yield server
+    finally:
+        is_over.set()
+        if request.param == "join":
+            keeper.join()
+        del os.environ[SPOIL], os.environ[SECRET_VARIABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("phase", ["idle", "step", "collective"])
+def test_clients_are_told_to_try_again_and_the_group_comes_back(
+    spoilt: Running,
+    folder: Path,
+    phase: str,
+    act: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    engine, scene = spoilt.engine_pid, Scene(Path(os.environ[SPOIL]))
+    want = text_of_one(folder)
+    assert answer(spoilt).json()["choices"][0]["text"] == want
+    scene.arm(phase, act)
+    if phase == "idle":
+        until(scene.has_happened, "the rank to come to grief between steps")
+    else:
+        failed = answer(spoilt, 400)
+        moment, pid = scene.when_and_who()
+        record_property("told_s", round(time.monotonic() - moment, 3))
+        assert failed.status_code == 503
+        assert failed.json()["error"]["code"] == "engine_unavailable"
+    moment, pid = scene.when_and_who()
+    until(lambda: spoilt.engine_pid not in (engine, 0), "another engine")
+    record_property("replaced_s", round(time.monotonic() - moment, 3))
+    if act == "stop" and spoilt.child_pid("engine_process"):
+        with suppress(ProcessLookupError):  # nobody of ours may end a rank that joined
+            os.kill(pid, signal.SIGCONT)
+    spoilt.wait_until_ready()
+    record_property("ready_s", round(time.monotonic() - moment, 3))
+    until(lambda: not lives(pid), "the rank to go")
+    assert answer(spoilt).json()["choices"][0]["text"] == want
+
+
 def test_ranks_go_with_the_server(folder: Path, tmp_path: Path) -> None:
     with running(config(folder), tmp_path) as started:
         engine, ranks = started.engine_pid, ranks_of(started)
@@ -100,8 +175,7 @@ def test_ranks_go_with_the_server(folder: Path, tmp_path: Path) -> None:
 def test_a_rank_may_come_before_its_driver(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     monkeypatch.setenv(SECRET_VARIABLE, "5a" * 32)
     command = [sys.executable, "-m", "ridgeline", "worker", "--join", address]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
