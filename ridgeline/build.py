@@ -27,7 +27,7 @@ from ridgeline.architectures.stages import stage_groups, stage_spec
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
-from ridgeline.build_ranks import check_cards, meet, open_ranks, start_ranks, watching
+from ridgeline.build_ranks import check_cards, held_bytes, meet, open_ranks, start_ranks, watching
 from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_drafts
 from ridgeline.cost.pricer import Pricer
@@ -317,6 +317,7 @@ def build(
     _decided(opened, None)  # what cannot be had starts no process
     check_cards(config, opened.device)
     ranks = start_ranks(config)
+    ranks.whereabouts.memory = partial(held_bytes, opened.device)
     try:
         return _driver(opened, ranks, progress, clock or WallClock(), startup)
     except BaseException:
@@ -365,6 +366,9 @@ def _driver(
     draft_config = None if draft is None else read_config(draft.folder.path)
     model_config = read_config(side.folder.path)
     header = engine_header(resolved, scheduler, pricer, model_config, draft_config)
+    run = _watched(engine, executor, header, pricer, learned, controller, log)
+    if ranks is not None:
+        run.ranks = ranks.status
     return Built(
         engine,
         scorer,
@@ -375,7 +379,7 @@ def _driver(
         side.tokenizer,
         side.chat_template,
         side.generation,
-        _watched(engine, executor, header, pricer, learned, controller, log),
+        run,
         pricer,
         log,
         startup.report(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 
 import torch
@@ -13,6 +15,7 @@ from msgspec import structs
 from ridgeline.asked import read_address
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices import Device
+from ridgeline.distributed.agreement import Agreement
 from ridgeline.distributed.collectives import open_collective
 from ridgeline.distributed.gloo import nobody_knows, own_host
 from ridgeline.distributed.links import Processes, Ranks, read_secret
@@ -119,6 +122,14 @@ def hardware_of(device: Device) -> str:
     return str(torch.cuda.get_device_properties(device.torch_device).uuid)
 
 
+def held_bytes(device: Device) -> int:
+    """Bytes of memory of the device that this process holds; never asks a driver, which may hang
+    just when somebody wants to know."""
+    if device.name == "cpu":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return int(torch.cuda.memory_reserved(device.torch_device))
+
+
 def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placement:
     """Have all ranks build their shares, and meet them. A rank that fails ends the waiting."""
     host = ranks.processes.host
@@ -145,9 +156,18 @@ def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placem
         ranks.check()
     if problem:
         raise problem[0]
+    ranks.agreement = Agreement(groups_of(resolved))
     if (collective := placement[0].collective) is not None:
         ranks.abandon = collective.abandon
     return placement[0]
+
+
+def groups_of(resolved: ResolvedConfig) -> list[list[int]]:
+    """Ranks that have the same tokens. Stages between the first and the last have none."""
+    width, stages = resolved.tp, len(resolved.stages)
+    if stages > 1:
+        return [[*range(width), *range((stages - 1) * width, stages * width)]]
+    return [list(range(at * width, (at + 1) * width)) for at in range(resolved.dp)]
 
 
 def rank_placement(

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ import msgspec
 from ridgeline import log
 from ridgeline.child import die_with_parent, harden
 from ridgeline.clock import WallClock
+from ridgeline.distributed.agreement import Digest
 from ridgeline.distributed.links import (
     SECRET_VARIABLE,
     DriverLink,
@@ -36,6 +38,7 @@ from ridgeline.distributed.messages import (
     Opened,
     Prepare,
     Result,
+    Sampled,
     Score,
     Step,
 )
@@ -45,7 +48,7 @@ from ridgeline.log import say
 if TYPE_CHECKING:  # torch and all that needs it
     from ridgeline.build import OpenModel, Rank
     from ridgeline.executor.warm_up import WarmUp
-    from ridgeline.step import StepFuture
+    from ridgeline.step import StepFuture, StepResult
 
 EXIT_FAULT = 70  # EX_SOFTWARE
 EXIT_CONFIG = 78  # EX_CONFIG
@@ -97,13 +100,14 @@ def _take(link: DriverLink, kind: type[M]) -> M:
 def _open(link: DriverLink, device_index: int | None) -> OpenModel:
     config = _take(link, Open).config
     from ridgeline.build import open_model
-    from ridgeline.build_ranks import hardware_of
+    from ridgeline.build_ranks import hardware_of, held_bytes
 
     name = config.device
     if name != "cpu" and device_index is not None:
         name = f"{name}:{device_index}"
     opened = open_model(config, reads_text=False, device_name=name)
     device = opened.device
+    link.whereabouts.memory = partial(held_bytes, device)
     sizes = device.memory_total(), device.memory_free()
     link.send(Opened(device.name, hardware_of(device), *sizes, opened.digest()))
     return opened
@@ -133,17 +137,25 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
     wave = rank.decoder.placement.wave
     reports = wave is not None and wave.group > 0 and rank.decoder.placement.rank == 0
     futures: deque[tuple[int, StepFuture]] = deque()
+    agreed = Digest()
+
+    def take(step_id: int, future: StepFuture) -> StepResult:
+        result = future.result()
+        if (digest := agreed.add(step_id, result)) is not None:
+            link.send(Sampled(step_id, digest))
+        return result
+
     while True:
         command = link.take()
         if isinstance(command, (Step, DecodeStep)):
             while futures and futures[0][0] <= command.known:
-                futures.popleft()[1].result()
+                take(*futures.popleft())
             link.whereabouts.begin(command.step_id)
             future = executor.submit(command.plan())
             if isinstance(future, FailedStep):
                 raise EngineLost(future.cause)
             if reports:  # where this is served, a step is over when it has been submitted
-                link.send(Result(command.step_id, future.result()))
+                link.send(Result(command.step_id, take(command.step_id, future)))
                 continue
             futures.append((command.step_id, future))
         elif isinstance(command, Score):

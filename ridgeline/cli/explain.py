@@ -117,6 +117,13 @@ def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
             most = max(server["expert_load"])
             where = server["expert_load"].index(most)
             yield f"busiest expert: {most:.2f} times the mean one, layer {where} of those with any"
+        if ranks := server.get("ranks"):
+            waits = ", ".join(f"{one['waited_s']:.2f} s" for one in ranks)
+            slowest = min(ranks, key=lambda one: one["waited_s"])
+            yield (
+                f"ranks waited for others {waits}; least, so the others wait for it: rank"
+                f" {slowest['rank']} on {slowest['host']}"
+            )
         yield from _advice(report, server)
 
 

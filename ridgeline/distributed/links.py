@@ -27,6 +27,7 @@ import msgspec
 
 from ridgeline import __version__
 from ridgeline.clock import WallClock
+from ridgeline.distributed.agreement import PERIOD, Agreement
 from ridgeline.distributed.messages import (
     COMMANDS,
     SAID,
@@ -39,11 +40,13 @@ from ridgeline.distributed.messages import (
     Refused,
     Result,
     Said,
+    Sampled,
     Welcome,
 )
 from ridgeline.errors import ConfigError, EngineLost, RidgelineError
 from ridgeline.frames import HEADER, BrokenWire, frame, frame_length, read_frame
 from ridgeline.log import say
+from ridgeline.observe.run import RankStatus
 from ridgeline.step import PartialResults, StepResult
 
 if TYPE_CHECKING:  # a rank says who it is before it loads torch
@@ -111,14 +114,24 @@ def _proof(secret: bytes, who: str, *nonces: bytes) -> bytes:
 @dataclass(slots=True)
 class Whereabouts:
     """Where the thread that steps is: the last step begun, how many collectives it has entered,
-    and the last of them."""
+    and the last of them; beside that what it has done so far. `memory`: bytes that it holds."""
 
     step_id: int = 0
     num_calls: int = 0
     call: str = ""
+    num_steps: int = 0
+    memory: Callable[[], int] = int
+    _called_s: float = 0.0
+    _counting: list[Collective] = field(default_factory=list)
 
     def begin(self, step_id: int) -> None:
         self.step_id = step_id
+        self.num_steps += 1
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in collectives."""
+        return self._called_s + sum(one.waited_s() or 0.0 for one in self._counting)
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -126,18 +139,37 @@ class Whereabouts:
 
     def follow(self, collective: Collective) -> Collective:
         """The collective, which from now on notes here what is called."""
+        counts_itself = collective.waited_s() is not None
+        if counts_itself:
+            self._counting.append(collective)
         for name in CALLS:
             if (call := getattr(collective, name, None)) is not None:
-                setattr(collective, name, self._noting(name, call))
+                setattr(collective, name, self._noting(name, call, counts_itself))
         return collective
 
-    def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(
+        self, name: str, call: Callable[..., Any], counts_itself: bool
+    ) -> Callable[..., Any]:
+        now = WallClock().now
+
         def noted(*args: Any, **named: Any) -> Any:
             self.call = name
             self.num_calls += 1
-            return call(*args, **named)
+            if counts_itself:
+                return call(*args, **named)
+            began = now()
+            try:
+                return call(*args, **named)
+            finally:
+                self._called_s += now() - began
 
         return noted
+
+    def answer(self, number: int) -> Answer:
+        return Answer(
+            number, self.step_id, self.num_calls, self.call,
+            self.waited_s, self.num_steps, self.memory(),
+        )  # fmt: skip
 
 
 CALLS = (
@@ -203,8 +235,7 @@ class DriverLink:
             while True:
                 command = self._read()
                 if isinstance(command, Ask):
-                    at = self.whereabouts
-                    self.send(Answer(command.number, at.step_id, at.num_calls, at.call))
+                    self.send(self.whereabouts.answer(command.number))
                 else:
                     self._inbox.put(command)
         except (OSError, EOFError, BrokenWire, msgspec.DecodeError):
@@ -318,6 +349,7 @@ class Ranks:
         self._asked_at: float | None = None
         self._is_starting = True
         self._prepared_at, self._turned_at = -inf, self._clock.now()
+        self.agreement = Agreement([range(size)])
         for rank, sock in enumerate(socks, 1):
             self._meet(sock, rank)
         if listener is not None:
@@ -362,6 +394,30 @@ class Ranks:
     def preparing(self) -> None:
         """They may be silent for longer from now on: kernels may be compiled."""
         self._prepared_at = self._clock.now()
+
+    def sampled(self, step_id: int, digest: bytes, rank: int = 0) -> None:
+        """The digest of a rank's tokens up to this step."""
+        with self._changed:
+            apart = self.agreement.add(rank, step_id, digest)
+        if apart:
+            who = " and ".join(map(self.words, apart))
+            steps = f"steps {step_id - PERIOD + 1} to {step_id}"
+            have = "has" if len(apart) == 1 else "have"
+            whose = " than the other ranks" if len(apart) == 1 else ""
+            self._lose(EngineLost(f"{who} {have} sampled other tokens{whose} in {steps}"))
+
+    def status(self) -> tuple[RankStatus, ...]:
+        """Of all ranks, as they said last; rank 0's own is of now."""
+        said = {rank: peer.answer for rank, peer in self._members.items()}
+        rows = [(0, self.whereabouts.answer(0)), *sorted(said.items())]
+        hosts = self.hosts()
+        return tuple(
+            RankStatus(
+                rank, hosts[rank], at.num_steps, at.num_calls, at.call, at.waited_s, at.memory_bytes
+            )
+            for rank, at in rows
+            if at is not None
+        )
 
     def send(self, message: Command) -> None:
         """To all. EngineLost when one is gone."""
@@ -510,6 +566,8 @@ class Ranks:
             raise BrokenWire("it did not say who it is")
         elif isinstance(said, Answer):
             peer.answer = said
+        elif isinstance(said, Sampled):
+            self.sampled(said.step_id, said.digest, peer.rank)
         elif isinstance(said, Result):
             with self._changed:
                 self.results.add(said.step_id, peer.rank, said.result)

@@ -146,12 +146,23 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
-    """The last step begun, how many collectives this rank has entered, and the last of them."""
+    """The last step begun, how many collectives this rank has entered, and the last of them;
+    seconds spent in them, steps begun, and bytes of memory held, all since its start."""
 
     number: int
     step_id: int
     num_calls: int
     call: str
+    waited_s: float = 0.0
+    num_steps: int = 0
+    memory_bytes: int = 0
+
+
+class Sampled(msgspec.Struct, tag="sampled", array_like=True, frozen=True):
+    """The digest of all tokens up to this step, see ridgeline.distributed.agreement."""
+
+    step_id: int
+    digest: bytes
 
 
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True):
@@ -169,7 +180,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 Command = Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Prepare | Ask
-Said = Hello | Opened | Built | Answer | Result | Failed
+Said = Hello | Opened | Built | Answer | Sampled | Result | Failed
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)

@@ -69,6 +69,11 @@ class Collective(ABC):
         """From any thread, when a rank has ended: what waits for it on the device does so no
         longer."""
 
+    def waited_s(self) -> float | None:
+        """Seconds that this rank has waited for others, where the way to talk counts them (so those
+        of captured steps are among them); None: what each call takes is measured from outside."""
+        return None
+
     def close(self) -> None:  # noqa: B027  (most have nothing to end)
         """Nothing is said any more; what another rank still waits for fails."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.distributed.agreement import Digest
 from ridgeline.distributed.links import Ranks
 from ridgeline.distributed.messages import Command, Prepare, Score, step_message
 from ridgeline.distributed.wave import Wave
@@ -54,6 +55,7 @@ class GroupExecutor:
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
         self._ranks, self._wave = ranks, wave
+        self._digest = Digest()
         self._cutter = None if wave is None else WaveCutter(wave.groups)
         self._known = 0  # the last step whose result was asked for
         ranks.started()
@@ -68,7 +70,7 @@ class GroupExecutor:
         if isinstance(future, Failed):
             ranks.raise_lost(future.cause)
         others = 0 if self._wave is None else self._wave.groups - 1
-        return GroupFuture(future, ranks, plan.step_id, others, self._has_come)
+        return GroupFuture(future, ranks, plan.step_id, others, self._has_come, self._digest)
 
     def _has_come(self, step_id: int) -> None:
         self._known = max(self._known, step_id)
@@ -87,7 +89,7 @@ class GroupExecutor:
 
 class GroupFuture:
     """`others`: groups of ranks that say themselves what came of their parts. `has_come` is told
-    of the step when its result is asked for."""
+    of the step when its result is asked for; `digest` is of all tokens of rank 0."""
 
     def __init__(
         self,
@@ -96,8 +98,9 @@ class GroupFuture:
         step_id: int,
         others: int,
         has_come: Callable[[int], None],
+        digest: Digest,
     ) -> None:
-        self._inner, self._ranks = inner, ranks
+        self._inner, self._ranks, self._digest = inner, ranks, digest
         self._step_id, self._others, self._has_come = step_id, others, has_come
 
     def is_over(self) -> bool:
@@ -109,6 +112,8 @@ class GroupFuture:
         try:
             with self._ranks.waiting():
                 mine, ranks = self._inner.result(), self._ranks
+                if (digest := self._digest.add(self._step_id, mine)) is not None:
+                    ranks.sampled(self._step_id, digest)
                 ranks.check()  # what is abandoned gives something, too
                 if not self._others:
                     return mine

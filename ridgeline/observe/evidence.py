@@ -13,7 +13,7 @@ from ridgeline.formats import MODEL, read_speculate
 from ridgeline.observe.engine_header import EngineHeader, read_setup
 from ridgeline.observe.event_log import Added, AnyEvent, EventLog
 from ridgeline.observe.requests import MAX_FINISHED, RequestCosts, TimeBreakdown
-from ridgeline.observe.run import CpuTime, Run, Totals
+from ridgeline.observe.run import CpuTime, RankStatus, Run, Totals
 from ridgeline.speculation.price import Drafter, drafter_of
 from ridgeline.step import StepShape
 
@@ -47,6 +47,7 @@ class Evidence:
     cpu: CpuTime | None = None  # None: not known
     beginnings: dict[str, tuple[str, int]] = field(default_factory=dict)
     expert_load: tuple[float, ...] = ()  # as `Run.expert_load`; a log does not have it
+    ranks: tuple[RankStatus, ...] = ()  # nor these
 
 
 class RunRecord(Run):
@@ -96,6 +97,7 @@ class RunRecord(Run):
             cpu=self.cpu_until(now),
             beginnings=self.requests.beginnings(self.header.block_size),
             expert_load=self.expert_load(),
+            ranks=self.ranks(),
         )
 
 

@@ -15,7 +15,7 @@ from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes,
 from ridgeline.observe.engine_header import read_setup
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.requests import Parts, TimeBreakdown
-from ridgeline.observe.run import CpuTime, Regime
+from ridgeline.observe.run import CpuTime, RankStatus, Regime
 from ridgeline.observe.run_summary import Achieved, ratio, run_summary
 
 NOTHING = "nothing has run yet"
@@ -76,6 +76,7 @@ class Server(Achieved):
     unexplained_share: float  # of all steps' and the host's time, whichever way it is off
     cpu: CpuTime | None
     expert_load: tuple[float, ...]  # of each layer with experts, the busiest over the mean one
+    ranks: tuple[RankStatus, ...]  # of a group; whoever waits least is who the others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
         unexplained_share=ratio(abs(unexplained), done.measured_s + totals.host_s),
         cpu=evidence.cpu,
         expert_load=evidence.expert_load,
+        ranks=evidence.ranks,
     )
 
 

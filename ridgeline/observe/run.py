@@ -68,6 +68,20 @@ class CpuTime:
     cpu_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What one rank of a group has done since its start: steps begun, collectives entered and the
+    last of them, seconds in which it waited there for others, and bytes of memory that it holds."""
+
+    rank: int
+    host: str
+    num_steps: int
+    num_collectives: int
+    last_collective: str
+    waited_s: float
+    memory_bytes: int
+
+
 class Run(Listener):
     """The record of one engine's steps and requests; one of the engine's listeners. Its own
     `listeners` are told of each step that has run. A step is priced once it is sent off, so that no
@@ -93,6 +107,7 @@ class Run(Listener):
         self.listeners = Listeners()
         # Of each layer with experts: tokens of the busiest one over those of the mean one.
         self.expert_load: Callable[[], tuple[float, ...]] = tuple
+        self.ranks: Callable[[], tuple[RankStatus, ...]] = tuple  # of a group
         self.computes_in_submit = computes_in_submit
         self.last_ended = 0.0
         # Of all steps that were collected, priced or not; they only rise, but `last_failed`.

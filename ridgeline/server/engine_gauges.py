@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ridgeline.clock import Clock
-from ridgeline.observe.run import Run, Totals
+from ridgeline.observe.run import RankStatus, Run, Totals
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.server.wire import DraftCosts, Gauges, RegimeTime, StepCosts
 from ridgeline.speculation.report import DraftTotals
@@ -25,6 +25,7 @@ class GaugeReader:
         self._memory_read_at = clock.now() - MEMORY_PERIOD_S
         self._memory_used = 0
         self._expert_load: tuple[float, ...] = ()
+        self._ranks: tuple[RankStatus, ...] = ()
 
     def read(self) -> Gauges:
         scheduler, run = self._scheduler, self._run
@@ -43,6 +44,7 @@ class GaugeReader:
             device_memory_used=self._device_memory(),
             costs=_costs(run.totals) if run.is_priced else None,
             expert_load=self._expert_load,
+            ranks=self._ranks,
         )
 
     def _device_memory(self) -> int:
@@ -51,6 +53,7 @@ class GaugeReader:
             self._memory_read_at = now
             self._memory_used = self._device.memory_total() - self._device.memory_free()
             self._expert_load = self._run.expert_load()
+            self._ranks = self._run.ranks()
         return self._memory_used
 
 

@@ -255,7 +255,7 @@ class Live:
             {
                 name: getattr(gauges, name)
                 for name in gauges.__struct_fields__
-                if name not in ("costs", "expert_load")
+                if name not in ("costs", "expert_load", "ranks")
             },
             traffic.num_requests,
             traffic.num_output_tokens,

@@ -384,6 +384,51 @@ MEMORY = (
     ),
 )
 
+RANK = "of each rank of a group (--tp, --pp, --dp), asked twice a second"
+RANKS = (
+    _counter(
+        "rank_steps_total",
+        f"Steps begun, {RANK}.",
+        lambda seen: seen.by_rank("num_steps"),
+        "rank",
+        "host",
+    ),
+    _counter(
+        "rank_collectives_total",
+        f"Collectives entered, those of captured steps not counted, {RANK}.",
+        lambda seen: seen.by_rank("num_collectives"),
+        "rank",
+        "host",
+    ),
+    _counter(
+        "rank_waiting_seconds_total",
+        f"Seconds spent waiting for others in collectives, {RANK}; over gloo seconds in the calls, "
+        "over NCCL those of the host in them. A rank that waits much less than the others is the "
+        "one they wait for.",
+        lambda seen: seen.by_rank("waited_s"),
+        "rank",
+        "host",
+    ),
+    _gauge(
+        "rank_memory_bytes",
+        f"Bytes of memory held, {RANK}: of a GPU what the process has reserved, on a CPU resident "
+        "memory, mapped files included.",
+        lambda seen: seen.by_rank("memory_bytes"),
+        "rank",
+        "host",
+    ),
+    _gauge(
+        "rank_last_collective",
+        f"Always 1; the label says which collective was entered last, {RANK}.",
+        lambda seen: {
+            (str(one.rank), one.host, one.last_collective): 1.0 for one in seen.gauges.ranks
+        },
+        "rank",
+        "host",
+        "collective",
+    ),
+)
+
 PROCESSES = (
     _gauge(
         "process_resident_memory_bytes",
@@ -441,6 +486,7 @@ GROUPS: Mapping[str, tuple[Declared, ...]] = {
     "Expected against measured time, and the roofline": COSTS,
     "Speculative decoding": SPECULATION,
     "Memory and start": MEMORY,
+    "Ranks": RANKS,
     "Processes and connections": PROCESSES,
 }
 METRICS = tuple(metric for group in GROUPS.values() for metric in group)

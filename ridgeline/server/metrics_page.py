@@ -67,6 +67,11 @@ class Seen:
         regimes = {regime.name: regime for regime in self.costs.regimes}
         return {(name,): float(getattr(regimes.get(name), attribute, 0)) for name in REGIMES}
 
+    def by_rank(self, attribute: str) -> Rows:
+        """Of the ranks of a group; empty where there is none."""
+        ranks = self.gauges.ranks
+        return {(str(one.rank), one.host): float(getattr(one, attribute)) for one in ranks}
+
     def by_position(self, counts: Sequence[int]) -> Rows:
         """Only positions that a draft token was ever seen at."""
         seen = self.drafts.num_looked

@@ -12,6 +12,7 @@ import msgspec
 from ridgeline.config import EngineConfig
 from ridgeline.frames import BrokenWire
 from ridgeline.observe.requests import PromptChunk
+from ridgeline.observe.run import RankStatus
 from ridgeline.request import Request, RequestOutput, SamplingParams
 
 _NUMBER = float | int
@@ -188,6 +189,7 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     device_memory_used: int = 0
     costs: StepCosts | None = None
     expert_load: tuple[float, ...] = ()  # of each layer with experts, the busiest over the mean one
+    ranks: tuple[RankStatus, ...] = ()
 
 
 class Cost(msgspec.Struct, array_like=True, frozen=True, gc=False):

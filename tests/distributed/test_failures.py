@@ -26,6 +26,7 @@ import pytest
 
 from ridgeline import LLM, SamplingParams, build
 from ridgeline.distributed import launch_local, launch_ray, links
+from ridgeline.distributed.agreement import PERIOD
 from ridgeline.distributed.links import SECRET_VARIABLE, Processes, Ranks
 from ridgeline.errors import EngineLost, RidgelineError
 from tests.distributed.bad_worker import PHASES, SPOIL, BadActor
@@ -225,6 +226,18 @@ def test_a_rank_comes_to_grief(
         record_property("noticed_s", round(scene.noticed - moment, 3))
     if launcher != "join":
         until(lambda: is_gone(pid), "the rank to be gone")
+
+
+def test_a_rank_that_samples_otherwise_is_named(model: Path, scene: Scene) -> None:
+    """Nothing fails on it: what it has drawn is other numbers."""
+    prompts, sampling = [[5, 6, 7]], SamplingParams(max_tokens=PERIOD + 8, seed=1, ignore_eos=True)
+    with LLM(model, tp=2, launcher="local", **OPTIONS) as llm:
+        scene.arm("new", "diverge")
+        with pytest.raises(
+            EngineLost,
+            match=r"rank 0 .* and rank 1 .* have sampled other tokens in steps \d+ to \d+",
+        ):
+            llm.generate(prompts, sampling, progress=False)
 
 
 def serve(llm: LLM, scene: Scene, phase: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,28 @@ def test_a_rank_that_is_gone_or_stuck_is_replaced(
     assert not lives(rank)
     assert answer(server).json()["choices"][0]["text"] == want
     assert f"rank 1 (host {os.uname().nodename}, pid {rank}) {words}" in server.log.read_text()
+
+
+def test_each_rank_is_seen(server: Running) -> None:
+    """Asked once a second: what each has done, and what it holds."""
+
+    def page() -> dict[tuple[str, ...], float]:
+        answer(server)
+        with server.http as http:
+            rows = re.findall(
+                r'^ridgeline_rank_(\w+)\{.*rank="(\d)"(?:,collective="(\w+)")?\} (\S+)$',
+                http.get("/metrics").text,
+                re.MULTILINE,
+            )
+        return {(name, rank): float(value) for name, rank, _, value in rows if float(value)}
+
+    names = "steps_total", "collectives_total", "waiting_seconds_total", "memory_bytes"
+    wanted = {(name, rank) for name in (*names, "last_collective") for rank in "01"}
+    until(lambda: page().keys() == wanted, "all of it")
+    with server.http as http:
+        ranks = http.get("/explain").json()["server"]["ranks"]
+    assert [one["rank"] for one in ranks] == [0, 1]
+    assert {one["host"] for one in ranks} == {os.uname().nodename}
 
 
 @pytest.fixture(scope="module", params=["local", "join"])

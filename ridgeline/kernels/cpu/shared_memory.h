@@ -19,7 +19,8 @@ struct RlRanks {
   int64_t spin_ns;           // before it sleeps
   int64_t timeout_ns;
   int32_t rank, size;
-  uint32_t step;  // the last that this rank began
+  uint32_t step;       // the last that this rank began
+  uint32_t waited_us;  // for others, since the start; goes round at 2^32
 };
 
 struct RlRanksCall {

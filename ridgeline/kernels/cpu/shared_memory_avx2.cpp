@@ -72,10 +72,8 @@ int look_around(const RlRanks* g, int awaited, int64_t began) {
   return now() - began > g->timeout_ns ? RANK_IS_LATE + awaited : 0;
 }
 
-int wait_for(const RlRanks* g, int rank) {
-  if (has_said(g, rank)) return 0;
+int wait_since(const RlRanks* g, int rank, int64_t began) {
   Line* line = line_of(g, rank);
-  const int64_t began = now();
   do {
     for (int i = 0; i < PAUSES; ++i) {
       if (has_said(g, rank)) return 0;
@@ -91,6 +89,14 @@ int wait_for(const RlRanks* g, int rank) {
     syscall(SYS_futex, &line->step, FUTEX_WAIT, seen, &nap, nullptr, 0);
   }
   __atomic_fetch_sub(&line->sleepers, 1, __ATOMIC_SEQ_CST);
+  return failed;
+}
+
+int wait_for(RlRanks* g, int rank) {
+  if (has_said(g, rank)) return 0;
+  const int64_t began = now();
+  const int failed = wait_since(g, rank, began);
+  g->waited_us += uint32_t((now() - began) / 1000);
   return failed;
 }
 
