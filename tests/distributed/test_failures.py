@@ -103,6 +103,7 @@ class Scene:
     folder: Path
     noticed: float | None = None
     joining: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    waits_for_another: bool = False  # driver: it has not met one yet
 
     def arm(self, phase: str, act: str) -> None:
         for name in ("spoil", "at"):
@@ -154,6 +155,8 @@ def scene(spoil_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene
     yield found
     for process in found.joining:  # nobody of ours may end them: they end by themselves
         process.send_signal(signal.SIGCONT)
+        if found.waits_for_another:
+            process.kill()
         process.wait(PATIENCE_S)
 
     def nothing_is_left() -> bool:
@@ -197,6 +200,7 @@ def test_a_rank_comes_to_grief(
     if phase in AT_START or phase == "shutdown":
         scene.arm(phase, act)
     if launcher == "join":
+        scene.waits_for_another = phase == "start"
         scene.joining = [subprocess.Popen([*WORKER, "--join", address], cwd=ROOT)]
     with ExitStack() as stack:
         if phase in AT_START:
