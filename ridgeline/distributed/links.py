@@ -157,11 +157,12 @@ class Whereabouts:
             self.num_calls += 1
             if counts_itself:
                 return call(*args, **named)
-            began = now()
+            before, began = self._called_s, now()
             try:
                 return call(*args, **named)
             finally:
-                self._called_s += now() - began
+                if self._called_s == before:  # else another one was called in it
+                    self._called_s += now() - began
 
         return noted
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed import links
@@ -19,6 +20,7 @@ from ridgeline.distributed.links import (
     SECRET_VARIABLE,
     DriverLink,
     Ranks,
+    Whereabouts,
     read_secret,
 )
 from ridgeline.distributed.messages import (
@@ -35,6 +37,7 @@ from ridgeline.errors import ConfigError, EngineLost
 from ridgeline.frames import HEADER, frame, read_frame
 from ridgeline.request import SamplingParams
 from ridgeline.step import BlockCopy, Decodes, NewRequest, ScheduledRequest, StepPlan
+from tests.distributed.alone import Alone
 
 SECRET = b"s" * links.SECRET_BYTES
 WAIT_S = 20.0
@@ -163,6 +166,20 @@ def test_a_step_that_gets_on_is_not_stuck_however_long_it_takes(three: Members) 
             three.ranks.whereabouts.num_calls += 1
             threading.Event().wait(0.1)
     three.ranks.check()
+
+
+def test_what_waits_is_timed_once() -> None:
+    """A collective that calls another is not two; one that counts for itself is asked."""
+    found, counting = Whereabouts(), Alone()
+    alone = found.follow(Alone())
+    x_TE = torch.ones(2, 4)
+    alone.all_reduce_norm(x_TE, x_TE.clone(), torch.ones(4), 1e-6)
+    assert (found.num_calls, found.call) == (2, "all_reduce")
+    timed_s = found.waited_s
+    assert timed_s > 0
+    counting.waited_s = lambda: 7.0  # type: ignore[method-assign]
+    found.follow(counting).all_reduce(x_TE)
+    assert found.waited_s == timed_s + 7.0
 
 
 # --------------------------------------------------------------------------- who is taken

@@ -106,11 +106,12 @@ def test_each_rank_is_seen(server: Running) -> None:
                 http.get("/metrics").text,
                 re.MULTILINE,
             )
-        return {(name, rank): float(value) for name, rank, _, value in rows if float(value)}
+        return {(name, rank): float(value) for name, rank, _, value in rows}
 
     names = "steps_total", "collectives_total", "waiting_seconds_total", "memory_bytes"
     wanted = {(name, rank) for name in (*names, "last_collective") for rank in "01"}
     until(lambda: page().keys() == wanted, "all of it")
+    until(lambda: all(page()[name, "1"] for name in (names[0], names[1], names[3])), "its steps")
     with server.http as http:
         ranks = http.get("/explain").json()["server"]["ranks"]
     assert [one["rank"] for one in ranks] == [0, 1]
