@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from ridgeline import LLM, SamplingParams
 from ridgeline.errors import ConfigError, EngineLost, RequestFault
 from ridgeline.request import Request
+from tests.distributed.prepared import prepared
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
 from tests.test_families import CHOSEN, PROMPTS
@@ -129,12 +130,13 @@ def test_a_stage_that_is_killed(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CHOSEN)
-def test_every_family(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_family(family: str, tp: int, tmp_path: Path) -> None:
     reference = ReferenceModel(CONFIGS[CHOSEN[family]], seed=3)
     (tmp_path / "config.json").write_text(json.dumps(reference.config))
     tensors = {name: tensor.contiguous() for name, tensor in reference.tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    with LLM(tmp_path, pp=2, **OPTIONS | {"block_size": 4}) as llm:
+    with prepared(), LLM(tmp_path, pp=2, tp=tp, **OPTIONS | {"block_size": 4}) as llm:
         got = llm.generate(PROMPTS, GREEDY, progress=False)
     want = [reference.greedy(prompt, 24) for prompt in PROMPTS]
     assert [list(one.token_ids) for one in got] == want

@@ -14,15 +14,18 @@ import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stages import stage_groups, stage_spec
 from ridgeline.architectures.tensor_layouts import checkpoint_shapes
 from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.cpu import native
+from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import TensorSource
 from ridgeline.loader import open_checkpoint, read_config
 from ridgeline.quantization.plain import PlainWeights
 from tests.layers.driving import Driver, TensorDict, build_decoder
+from tests.layers.test_stages import single
 
 PROMPTS = {"a": [3, 14, 15, 92, 65, 35, 89, 79, 32], "b": [8, 9, 79], "c": [46]}
 NEW_TOKENS = 5
@@ -77,9 +80,10 @@ def numbers(spec: ModelSpec, seed: int = 0) -> TensorSource:
     return TensorDict(found)
 
 
-def decoder_of(placement: Placement, case: Case) -> Decoder:
+def decoder_of(placement: Placement, case: Case, layers: range | None = None) -> Decoder:
+    """`layers`: of a stage that has these."""
     decoder = build_decoder(
-        case.spec,
+        case.spec if layers is None else stage_spec(case.spec, layers),
         max_model_len=64,
         placement=placement,
         dtype=getattr(torch, case.dtype),
@@ -166,6 +170,33 @@ def share_of_work(placement: Placement, case: Case, ep: int, said: Tokens | None
             for name, pieces in shares_of(decoder).items()
         }
     return Share(answer.logits.numpy().tobytes(), answer.tokens, held, decoder.num_bytes)
+
+
+def stages_are_whole(placement: Placement, case: Case, ep: int) -> bool:
+    """A rank's job: do as many stages as may be, each of this rank's share, say to the last bit
+    what its share of the whole model says?"""
+    placement = Placement(placement.rank, placement.size, placement.collective, ep)
+    heads = placement.shard_heads(case.spec.layers[0].attention.num_kv_heads).length
+    with kernels(case), torch.inference_mode():
+        whole = decoder_of(placement, case)
+        driver = Driver(whole, num_kv_heads=heads, kv_format=case.kv_format, num_blocks=64)
+        stages = []
+        for layers in single(case.spec):
+            stage, own = decoder_of(placement, case, layers), stage_groups(driver.groups, layers)
+            made = 64, driver.block_size, stage.dtype, stage.device
+            kv = KVCache(stage.spec, own, *made, kv_format=case.kv_format, num_kv_heads=heads)
+            stages.append((stage, kv))
+        work: dict[str, list[int]] = dict(PROMPTS)
+        for _ in range(NEW_TOKENS):
+            batch, states = driver.batch(work), None
+            want = whole.logits(whole.forward(batch, driver.kv))
+            for stage, kv in stages:
+                states = stage.forward_stage(batch, kv, states)
+            assert states is not None
+            if not torch.equal(stages[-1][0].logits(states), want):
+                return False
+            work = {name: [7 + number] for number, name in enumerate(PROMPTS)}
+    return len(stages) > 1
 
 
 def with_sums_in_norms(placement: Placement, case: Case) -> tuple[Share, int]:

@@ -36,6 +36,7 @@ from tests.distributed.models import (
     matrices_of,
     off_by,
     share_of_work,
+    stages_are_whole,
     with_numbers,
     with_sums_in_norms,
 )
@@ -163,6 +164,42 @@ def check_case(
     ratio = off_by(got, exact.logits) / off_by(one.logits, exact.logits)
     print(f"{told} {ratio:.2f} of the error of one rank")
     return ratio
+
+
+def chosen_stages() -> list[Any]:
+    """Every family, and all other values by turns."""
+    found, weights = [], [name for name in served(WEIGHT_FORMATS) if name != CHECKPOINT]
+    for i, (family, config) in enumerate(FAMILIES.items()):
+        kv_formats, spreads = kv_formats_of(config), [(1, 1), *spreads_of(config)]
+        own, kv = weights[i % len(weights)], kv_formats[(i + i // 4) % len(kv_formats)]
+        size, ep = spreads[(i + i // 3) % len(spreads)]
+        found.append(pytest.param(family, own, kv, size, ep, id=f"{family}-{own}-{kv}-{size}-{ep}"))
+    return found
+
+
+@pytest.mark.parametrize(("family", "weight_format", "kv_format", "size", "ep"), chosen_stages())
+def test_stages_of_ranks_are_the_whole_model(
+    ranks: Ranks, family: str, weight_format: str, kv_format: str, size: int, ep: int
+) -> None:
+    case = Case(FAMILIES[family], weight_format, kv_format)
+    if size == 1:
+        assert stages_are_whole(Placement(), case, ep)
+    else:
+        assert ranks.run(stages_are_whole, case, ep, size=size) == [True] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_ranks_are_the_whole_model_in_every_combination(
+    ranks: Ranks, family: str
+) -> None:
+    config = FAMILIES[family]
+    weights = [name for name in served(WEIGHT_FORMATS) if name != CHECKPOINT]
+    for own, kv, (size, ep) in product(weights, kv_formats_of(config), spreads_of(config)):
+        case = Case(config, own, kv)
+        assert ranks.run(stages_are_whole, case, ep, size=size) == [True] * size, (own, kv, size)
+        if (size, ep) == (2, 1):
+            assert stages_are_whole(Placement(), case, 1), (own, kv)
 
 
 # Norms behind products, beside each other, by another formula, and experts.
