@@ -37,9 +37,10 @@ from ridgeline.distributed import messages
 from ridgeline.distributed.links import Ranks
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
+from ridgeline.executor.grammar_masks import GrammarMasks
 from ridgeline.executor.group import GroupExecutor, GroupScorer, GroupWarmUp, WaveExecutor
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
@@ -83,6 +84,7 @@ from ridgeline.startup import Phase, StartUp
 from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from ridgeline.text.vocabulary import Vocabulary
 
 DIGESTED_TENSORS = 64
 MOST_LETTERS = 100  # of a model type that another library is asked for
@@ -115,6 +117,31 @@ class Built:
     kernels: KernelCounts | None = None
     warm_up: WarmUp | GroupWarmUp | None = None  # its rest may be done whenever nothing runs
     ranks: Ranks | None = None  # the other ones, where there are several
+    grammars: GrammarMasks | None = None  # None: no answer can be held to a grammar
+
+    @property
+    def no_grammars(self) -> str:
+        """Why no answer can be held to a grammar; "" where any can."""
+        return no_grammars(self.resolved)
+
+    def learn(self, vocabulary: Vocabulary | None, end_token_ids: frozenset[int]) -> None:
+        """What structured outputs are made of, where the engine was built without a tokenizer."""
+        if self.grammars is not None and vocabulary is not None:
+            size = self.spec.vocab_size
+            make = partial(vocabulary.grammar_compiler, size, end_token_ids)
+            self.grammars.make_compiler = make
+
+    def check_structured(self, constraint: str) -> None:
+        """Compile what an answer must be. RequestFault where that cannot be had."""
+        grammars = self.grammars
+        if grammars is None or grammars.make_compiler is None:
+            why = self.no_grammars or "this model has no tokenizer"
+            raise RequestFault(
+                f"structured_outputs: not served here: {why}",
+                param="structured_outputs",
+                code="unsupported_parameter",
+            )
+        grammars.compiler.compile(constraint)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -369,7 +396,7 @@ def _driver(
     run = _watched(engine, executor, header, pricer, learned, controller, log)
     if ranks is not None:
         run.ranks = ranks.status
-    return Built(
+    built = Built(
         engine,
         scorer,
         spec,
@@ -386,7 +413,18 @@ def _driver(
         opened.kernels,
         warm_up,
         ranks,
+        None if no_grammars(resolved) else executor.grammars,
     )
+    built.learn(side.tokenizer, side.generation.end_token_ids)
+    return built
+
+
+def no_grammars(resolved: ResolvedConfig) -> str:
+    """Why no answer can be held to a grammar; "" where any can. The ranks that sample must hear
+    of the masks from the first one, which knows the tokens of all rows."""
+    if resolved.stages:
+        return "the engine has a pipeline (pp above 1); use tp instead"
+    return "ranks have rows of their own (dp above 1); use tp instead" if resolved.dp > 1 else ""
 
 
 def _decided(

@@ -415,6 +415,8 @@ class LLM:
             vocab_size=self.spec.vocab_size,
             end_token_ids=self._built.end_token_ids,
         )
+        if resolved.structured_outputs:
+            self._built.check_structured(resolved.constraint)
         now = self.engine.clock.now()
         answer = Answer(
             f"q{next(self._ids)}",

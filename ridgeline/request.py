@@ -26,6 +26,10 @@ MAX_LOGPROBS = 20
 MAX_REPETITION = 1e6  # and its inverse: beyond these logits are no float32 any more
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_CONSTRAINT_BYTES = 1 << 17
+MAX_CHOICES = 1024
+CONSTRAINT = "object with one field"  # kind of a field that holds StructuredOutputs
+SCHEMA = "JSON schema"  # kind of a field that holds one, or its text
 
 
 @dataclass_transform(frozen_default=True)
@@ -85,10 +89,51 @@ if TYPE_CHECKING:  # what a caller may give
     Texts = str | Iterable[str]
     TokenIds = Iterable[int]
     Biases = Mapping[int, float] | tuple[tuple[int, float], ...]
+    Constraint = Mapping[str, Any] | str
 else:  # what a record holds
     Texts = tuple[StopText, ...]
     TokenIds = frozenset[TokenId]
     Biases = tuple[tuple[TokenId, Bias], ...]
+    Constraint = str
+
+
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    begin: Annotated[str, says("text that begins it; one of the triggers begins this text")]
+    schema: Annotated[
+        dict[str, Any], says("JSON schema of what stands between begin and end", kind="object")
+    ]
+    end: Annotated[str, says("text that ends it")]
+
+
+class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Free text with parts of a given form in it."""
+
+    structures: Annotated[list[Structure], says("forms of such parts", lengths=(1, 64))]
+    triggers: Annotated[
+        list[Annotated[str, says(lengths=(1, MAX_STOP_LENGTH))]],
+        says("where one of these texts comes, a structure begins", lengths=(1, 64)),
+    ]
+
+
+Choices = Annotated[
+    list[Annotated[str, says(lengths=(1, None))]],
+    says("one of these texts", lengths=(1, MAX_CHOICES)),
+]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text of an answer must be; one of these."""
+
+    json: Annotated[Any, says("JSON by this schema", kind=SCHEMA)] | None = None
+    regex: Annotated[str, says("a text that this regular expression matches")] | None = None
+    choice: Choices | None = None
+    grammar: Annotated[str, says("a text of this grammar, in Lark's or in GBNF's form")] | None = (
+        None
+    )
+    json_object: Annotated[bool, says("any JSON object")] | None = None
+    structural_tag: (
+        Annotated[StructuralTag, says("text with parts in it that have a form")] | None
+    ) = None
 
 
 class _Checked(msgspec.StructMeta):
@@ -188,6 +233,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     skip_special_tokens: Annotated[
         bool, says("leave special tokens out of the text", flag="--show-special-tokens")
     ] = True
+    structured_outputs: Annotated[
+        Constraint,
+        says(
+            "what the text must be: JSON by a schema, one of some texts, or by a regular "
+            "expression or grammar",
+            kind=CONSTRAINT,
+            metavar="JSON",
+        ),
+    ] = ""
     prompt_logprobs: (
         Annotated[
             int,
@@ -236,6 +290,11 @@ class SamplingParams(Sampling, metaclass=_Checked, frozen=True, kw_only=True, om
         return self.best_of or self.n
 
     @property
+    def constraint(self) -> str:
+        """`structured_outputs` as a record holds it; see `constraint`."""
+        return str(self.structured_outputs)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
@@ -282,6 +341,64 @@ def check_together(sampling: SamplingParams) -> None:
         _fail("n", f"must not exceed beam_width ({sampling.beam_width})")
     if sampling.beam_width > 1 and sampling.best_of is not None:
         _fail("best_of", "cannot be combined with beam_width")
+    if sampling.structured_outputs:
+        for name, is_asked, why in (
+            ("beam_width", sampling.beam_width > 1, "beams take no grammar; ask for n answers"),
+            ("min_tokens", sampling.min_tokens, "the grammar says where an answer ends"),
+            ("ignore_eos", sampling.ignore_eos, "the grammar says where an answer ends"),
+        ):
+            if is_asked:
+                _fail(name, f"cannot be combined with structured outputs: {why}")
+
+
+def constraint(given: object, name: str = "structured_outputs") -> str:
+    """The one thing that is asked of a text, as JSON: `{"json": schema}`, `{"regex": text}`,
+    `{"choice": texts}`, `{"grammar": text}` or `{"structural_tag": ...}`. "" for nothing.
+    RequestFault names what is wrong below `name`."""
+    if given is None or given == "":
+        return ""
+    if isinstance(given, str):
+        given = _parsed(given, name)
+    if isinstance(given, StructuredOutputs):
+        given = structs.asdict(given)
+    if not isinstance(given, Mapping):
+        _fail(name, "must be an object", "invalid_type")
+    asked = made(StructuredOutputs, {k: v for k, v in given.items() if v is not None}, name)
+    found = {k: v for k, v in structs.asdict(asked).items() if v is not None}
+    if asked.json_object is False:
+        del found["json_object"]
+    if len(found) != 1:
+        names = ", ".join(StructuredOutputs.__struct_fields__)
+        _fail(name, f"needs one of {names}" + (", not several" if found else ""))
+    if "json_object" in found:
+        found = {"json": {"type": "object"}}
+    if "json" in found:
+        found["json"] = _schema(found["json"], f"{name}.json")
+    try:
+        text = msgspec.json.encode(found)
+    except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as problem:
+        _fail(name, f"is no JSON: {problem}")
+    if len(text) > MAX_CONSTRAINT_BYTES:
+        _fail(name, f"has more than {MAX_CONSTRAINT_BYTES} bytes", LIMIT)
+    return text.decode()
+
+
+def _schema(given: object, name: str) -> object:
+    """Of a Pydantic model its own schema, of a text what it says."""
+    if callable(method := getattr(given, "model_json_schema", None)):
+        given = method()
+    if isinstance(given, str):
+        given = _parsed(given, name)
+    if not isinstance(given, (dict, bool)):
+        _fail(name, "must be a JSON schema: an object, or true or false", "invalid_type")
+    return given
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as problem:
+        _fail(name, f"is no JSON: {problem}")
 
 
 def biases(given: object) -> object:
@@ -317,7 +434,12 @@ def _listed(given: object, most: int) -> object:
 
 
 # Fields that may be given in other forms than the one that a record holds.
-FORMS = {"stop": _texts, "stop_token_ids": _stop_ids, "logit_bias": biases}
+FORMS = {
+    "stop": _texts,
+    "stop_token_ids": _stop_ids,
+    "logit_bias": biases,
+    "structured_outputs": constraint,
+}
 
 
 # ---------------------------------------------------------------------- requests and their outputs

@@ -43,6 +43,7 @@ BAD: dict[str, tuple[object, ...]] = {
     "length_penalty": (math.nan, 11, "1"),
     "early_stopping": ("never", 1),
     "skip_special_tokens": (0, None),
+    "structured_outputs": (3, {}, [], "{", "1", {"regex": "a", "choice": ["b"]}),
 }
 
 
@@ -70,7 +71,7 @@ def test_no_value_raises_anything_else() -> None:
         try:
             SamplingParams(**chosen)
         except RequestFault as fault:  # anything else fails the test
-            params.append(fault.param)
+            params.append((fault.param or "").partition(".")[0])
     assert set(params) <= BAD.keys(), f"seed {seed}"
     assert len(params) > 1000
 

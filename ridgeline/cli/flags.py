@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline import demo
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.values import bias, byte_size, ids, speculation
+from ridgeline.cli.values import bias, byte_size, ids, json_schema, speculation
 from ridgeline.config import EngineConfig
 from ridgeline.declared import Declared, Field, declared
 from ridgeline.errors import RequestFault
@@ -39,6 +39,10 @@ SAMPLING_FORMS: dict[str, dict[str, Any]] = {
     },
     "prompt_logprobs": {"help": "the same for the prompt's tokens (with --json)"},
     "beam_width": {"help": "beam search with that many beams instead of sampling"},
+    "structured_outputs": {
+        "help": 'what the text must be, such as {"regex": "[0-9]+"}, {"choice": ["a", "b"]} or '
+        '{"json": SCHEMA}'
+    },
     "skip_special_tokens": {"help": "show special tokens in the text"},
 }
 MOST_IN_A_ROW = 4  # choices; more of them are told in the help
@@ -153,6 +157,14 @@ def add_sampling_flags(parser: Parser, without: Collection[str] = ()) -> None:
         forms[name] = forms[name] | form
     fields = {name: field for name, field in SAMPLING.items() if name not in without}
     add_fields(parser, group, fields, "sampling_", metavars=metavars, forms=forms)
+    group.add_argument(
+        "--json-schema",
+        dest="sampling_structured_outputs",
+        type=json_schema,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="the answer is JSON by the schema in this file",
+    )
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from math import inf, nan
+from pathlib import Path
 
 from ridgeline.errors import ConfigError
 from ridgeline.formats import read_speculate
@@ -128,3 +129,11 @@ def bias(text: str) -> tuple[int, float]:
         return int(token_id), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:VALUE, such as 13:-2.5") from None
+
+
+def json_schema(name: str) -> dict[str, str]:
+    """The text of a file, as `structured_outputs` takes it."""
+    try:
+        return {"json": Path(name).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error}") from None

@@ -47,6 +47,11 @@ class SamplingRows:
         return self._draws
 
     @property
+    def is_controlled(self) -> bool:
+        """`controls` say all that the rows ask of sampling, and there is room for them."""
+        return not self.batch.needs & Needs.GRAMMAR and not self.controls.is_too_long
+
+    @property
     def controls(self) -> RowControls:
         """The same for the sampling of a captured step; made when it is first asked for."""
         if self._controls is None:

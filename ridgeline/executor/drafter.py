@@ -18,8 +18,10 @@ from ridgeline.executor.decode_graphs import BEFORE_IDS, CapturedOutput, Executo
 from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
 from ridgeline.executor.draft_graphs import DraftGraphs
 from ridgeline.executor.future import Answers
+from ridgeline.executor.grammar_masks import GrammarMasks
 from ridgeline.executor.mixed_graphs import MixedStep
 from ridgeline.sampling.batch import LogprobRows
+from ridgeline.sampling.row import Needs
 from ridgeline.speculation.contract import DraftMethod
 from ridgeline.speculation.verify import VerifiedRun, verify_run
 from ridgeline.step import StepPlan
@@ -86,7 +88,7 @@ class DraftRunner:
             self.method.make_room(len(history.lens_N))
             self.method.take_states(*untaken, history)
 
-    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, CapturedOutput]:
+    def run(self, batch: DraftBatch, grammars: GrammarMasks) -> tuple[torch.Tensor, CapturedOutput]:
         """One step: each row's answer [R, Y], which the next step overwrites."""
         if batch.missed is not None:
             self.method.follow(batch.missed)
@@ -103,7 +105,7 @@ class DraftRunner:
             )
         answer_RY = verified.answers
         if answer_RY is None:
-            ids_T, is_sound_T = self._drawn(batch, verified)
+            ids_T, is_sound_T = self._drawn(batch, verified, grammars)
             answer_RY = self.graphs.finish(verified, ids_T, is_sound_T)
         kept = rows.kept
         if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
@@ -112,13 +114,19 @@ class DraftRunner:
         return answer_RY, verified
 
     def _drawn(
-        self, batch: DraftBatch, verified: CapturedOutput
+        self, batch: DraftBatch, verified: CapturedOutput, grammars: GrammarMasks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out at each place, by torch: whatever the rows ask for."""
         num_draft_tokens = batch.step.num_draft_tokens
         rows = batch.rows.run_of(num_draft_tokens, self._vocab_size, self._transfer)
         drafts_T = verified.token_ids_T.roll(-1)
-        run = VerifiedRun(rows, verified.positions_T, drafts_T, verified.draft_logits_BkV)
+        allowed_RV, kept = None, batch.rows.kept
+        if kept.batch.needs & Needs.GRAMMAR:
+            drafts_Rk = verified.token_ids_T.view(len(kept.rows), -1)[:, 1:].cpu().numpy()
+            device = verified.logits_TV.device
+            allowed_RV = grammars.allowed_run(kept.request_ids, drafts_Rk, batch.limits, device)
+        draft_logits = verified.draft_logits_BkV
+        run = VerifiedRun(rows, verified.positions_T, drafts_T, draft_logits, allowed_RV)
         sampled = verify_run(verified.logits_TV, run, self._rows.counts)
         return sampled.token_ids_R, sampled.is_sound_R
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -81,6 +81,8 @@ class Pending:
     mark: Mark | None
     on_fault: Callable[[Exception], EngineFault]
     on_result: Callable[[], None] | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)  # of rows that may get no token
+    _result: StepResult | None = None  # tokens, drafts and faults, once they were read
 
     def is_over(self) -> bool:
         """A fault counts as its end: `result` will tell of it."""
@@ -90,27 +92,37 @@ class Pending:
         if self.on_result is not None:
             self.on_result()
             self.on_result = None
-        if self.mark is not None:
-            try:
-                self.mark.synchronize()
-            except Exception as error:
-                raise self.on_fault(error) from None
-        result = StepResult({})
-        if isinstance(self.token_ids, Answers):
-            self.token_ids.take(self.request_ids, result)
-        elif self.token_ids is not None:
-            ids = self.token_ids.tolist()
-            tokens = zip(self.request_ids, ids, strict=True)
-            result.token_ids.update({name: (i,) for name, i in tokens if i >= 0})
+        try:
+            result = self._read()
+        except Exception as error:
+            raise self.on_fault(error) from None
         if len(result.token_ids) < len(self.request_ids):
             missing = [name for name in self.request_ids if name not in result.token_ids]
-            result.faults.update(dict.fromkeys(missing, NOT_FINITE))
+            result.faults.update({name: self.reasons.get(name, NOT_FINITE) for name in missing})
         if self.logprobs is not None:
             result.logprobs.update(self._sampled(self.logprobs, result))
         if self.prompt is not None:
             self._add_prompt(self.prompt, result)
         if self.mark is not None:
             self.mark.release()  # all of it is read
+        return result
+
+    def token_ids_now(self) -> dict[str, tuple[int, ...]]:
+        """The tokens of its rows, for who cannot wait for `result`; waits for the device."""
+        return self._read().token_ids
+
+    def _read(self) -> StepResult:
+        if (result := self._result) is not None:
+            return result
+        if self.mark is not None:
+            self.mark.synchronize()
+        result = self._result = StepResult({})
+        if isinstance(self.token_ids, Answers):
+            self.token_ids.take(self.request_ids, result)
+        elif self.token_ids is not None:
+            ids = self.token_ids.tolist()
+            tokens = zip(self.request_ids, ids, strict=True)
+            result.token_ids.update({name: (i,) for name, i in tokens if i >= 0})
         return result
 
     def _sampled(

@@ -32,6 +32,7 @@ from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch
 from ridgeline.executor.drafter import Drafting, DraftRunner, repeated
 from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
+from ridgeline.executor.grammar_masks import GrammarMasks
 from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
 from ridgeline.executor.prompt_logprobs import CHUNK_BYTES, PromptLogprobs, prompt_logprobs
 from ridgeline.executor.rows import FIRST_ROWS, Rows
@@ -43,6 +44,7 @@ from ridgeline.log import say
 from ridgeline.sampling.batch import LogprobRows
 from ridgeline.sampling.logprobs import LogprobTensors, token_logprobs
 from ridgeline.sampling.penalties import FIRST_COUNTS
+from ridgeline.sampling.row import Needs
 from ridgeline.sampling.sampler import sample
 from ridgeline.step import BlockCopy, StepFuture, StepPlan
 
@@ -144,6 +146,8 @@ class LocalExecutor:
         most = max(1, logits_chunk_bytes // (4 * vocab_size))
         self._max_logit_rows = 1 if deterministic else most
         self._lost: set[str] = set()
+        ranks = decoder.placement
+        self.grammars = GrammarMasks(vocab_size, self._transfer, ranks.collective, ranks.rank)
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Send the step off. A plan that breaks its promises raises InternalError here; what
@@ -195,11 +199,15 @@ class LocalExecutor:
         for new in plan.new:
             self._rows.open(new)
             self._lost.discard(new.request_id)
+            if new.sampling.structured_outputs:
+                self.grammars.open(new)
         if plan.copies:
             self._copy(plan.copies)
         if not plan.scheduled:
             return self._pending(plan, [], None, None)
         step = self._build(plan)
+        if self.grammars.rows:
+            self.grammars.begin([entry.request_id for entry in plan.scheduled if entry.samples])
         if isinstance(step, CapturedBatch):
             return self._replay(plan, step)
         if isinstance(step, DraftBatch):
@@ -248,7 +256,7 @@ class LocalExecutor:
         if kept.batch.is_drawn_at(batch.host_positions):
             sampling = Sampling.GREEDY if kept.draws is None else Sampling.TEMPERATURES
             drawn = graphs.run(batch.step, kept.draws, sampling)
-        elif graphs.samples_controlled and not kept.controls.is_too_long:
+        elif graphs.samples_controlled and kept.is_controlled:
             drawn = graphs.run(batch.step, kept.controls, Sampling.CONTROLLED)
         else:
             drawn = graphs.run(batch.step, None, Sampling.GREEDY)
@@ -267,7 +275,7 @@ class LocalExecutor:
         """A captured step with drafts, or of an engine that drafts."""
         if (drafter := self._drafter) is None:
             raise InternalError("drafts of an engine without them")
-        answer_RY, verified = drafter.run(batch)
+        answer_RY, verified = drafter.run(batch, self.grammars)
         kept, logprobs = batch.rows.kept, None
         if (wanted := kept.batch.logprobs) is not None:
             num_new = batch.step.num_draft_tokens + 1
@@ -311,10 +319,16 @@ class LocalExecutor:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
         theirs on the device."""
         counts, kept, positions_R = self._rows.counts, sampling.kept, sampling.positions_R
+        allowed_RV, host_positions = None, sampling.host_positions
+        if kept.batch.needs & Needs.GRAMMAR:
+            allowed_RV = self.grammars.allowed(len(kept.rows), logits_RV.device)
         if self._invariant is not None:
-            sampled = self._invariant.sample(sampling, logits_RV, counts)
+            left_RV = logits_RV if allowed_RV is None else logits_RV.where(allowed_RV, -torch.inf)
+            sampled = self._invariant.sample(sampling, left_RV, counts)
         else:
-            sampled = sample(logits_RV, kept.batch, positions_R, sampling.host_positions, counts)
+            sampled = sample(
+                logits_RV, kept.batch, positions_R, host_positions, counts, allowed_RV=allowed_RV
+            )
         ids_R = sampled.token_ids_R
         self._rows.last_ids_N.index_copy_(0, kept.slots_R, ids_R)
         if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
@@ -349,7 +363,7 @@ class LocalExecutor:
     ) -> Pending:
         token_ids, logprobs = (None, None) if answer is None else answer
         landed = None if self._drafter is None else self._drafter.flying(plan)
-        return Pending(
+        pending = Pending(
             names,
             token_ids,
             logprobs,
@@ -358,12 +372,17 @@ class LocalExecutor:
             lambda error: self._fault(plan, error),
             landed,
         )
+        if self.grammars.rows:
+            self.grammars.follow(names, pending)
+        return pending
 
     # --------------------------------------------------------------------------------- faults
 
     def _close(self, request_id: str) -> None:
         self._rows.close(request_id)
         self._lost.discard(request_id)
+        if self.grammars.rows:
+            self.grammars.close(request_id)
 
     def _fault(self, plan: StepPlan, error: Exception) -> EngineFault:
         """The rows of this plan's requests are gone; says in one line what happened."""
@@ -372,6 +391,7 @@ class LocalExecutor:
         for request_id in names:
             self._rows.close(request_id)
             self._lost.add(request_id)
+            self.grammars.close(request_id)
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         cause = _cause(error)

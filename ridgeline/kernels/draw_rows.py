@@ -26,6 +26,15 @@ class Draws:
         return Draws(self.keys_R[:num], self.temperatures_R[:num], self.noisy_R[:num])
 
 
+def native_serves(logits_RV: torch.Tensor) -> bool:
+    """A native kernel of this CPU draws them."""
+    if logits_RV.device.type != "cpu":
+        return False
+    from ridgeline.kernels.cpu import elementwise
+
+    return elementwise.serves(logits_RV)
+
+
 def draw_rows(
     logits_RV: torch.Tensor,
     positions_R: torch.Tensor,
@@ -40,11 +49,10 @@ def draw_rows(
     token will stand) and token id. Of equals the lowest id is taken. A row is unsound if its
     largest logit is not finite or it holds a NaN; its id is then 0.
     """
-    if logits_RV.device.type == "cpu":
+    if native_serves(logits_RV):
         from ridgeline.kernels.cpu import elementwise
 
-        if elementwise.serves(logits_RV):
-            return elementwise.draw_rows(logits_RV, positions_R, draws)
+        return elementwise.draw_rows(logits_RV, positions_R, draws)
     if not logits_RV.is_cuda:
         return draw_rows_reference(logits_RV, positions_R, draws)
     from ridgeline.kernels.draw_rows_triton import draw_rows_triton

@@ -289,7 +289,7 @@ class Recorder(Listener):
                 arrival=request.arrival_time,
                 prompt=request.prompt_token_ids,
                 # `stop` are a user's own words, which no scheduler reads.
-                sampling=structs.replace(request.sampling, stop=()),
+                sampling=structs.replace(request.sampling, stop=(), structured_outputs=""),
                 priority=request.priority,
                 salt_hex=self._salt(request.cache_salt),
                 tenant_hex=self._salt(request.tenant),

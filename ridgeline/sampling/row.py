@@ -25,6 +25,7 @@ class Needs(IntFlag):
     BANS = 32
     PENALTIES = 64
     LOGPROBS = 128
+    GRAMMAR = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,7 @@ def needs_of(params: SamplingParams) -> Needs:
         (Needs.BANS, bool(params.min_tokens and params.stop_token_ids)),
         (Needs.PENALTIES, _has_penalties(params)),
         (Needs.LOGPROBS, params.logprobs is not None),
+        (Needs.GRAMMAR, bool(params.structured_outputs)),
     )
     return Needs(sum(need for need, is_wanted in wanted if is_wanted))
 

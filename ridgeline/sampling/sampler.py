@@ -23,7 +23,7 @@ from functools import reduce
 
 import torch
 
-from ridgeline.kernels.draw_rows import draw_rows
+from ridgeline.kernels.draw_rows import draw_rows, native_serves
 from ridgeline.kernels.noise import minus_gumbel
 from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds, parts
 from ridgeline.sampling.penalties import (
@@ -69,7 +69,8 @@ def sample(
 
 def pick(adjusted_RV: torch.Tensor, batch: SamplingBatch, positions_R: torch.Tensor) -> Sampled:
     """Steps 4 to 7."""
-    if adjusted_RV.is_cuda and (batch.filters is None or batch.filters.are_temperatures):
+    is_plain = batch.filters is None or batch.filters.are_temperatures
+    if is_plain and (adjusted_RV.is_cuda or native_serves(adjusted_RV)):
         draws = None if batch.filters is None else batch.filters.draws
         return Sampled(*draw_rows(adjusted_RV, positions_R, draws))
     largest_R, token_ids_R = adjusted_RV.max(dim=-1)

@@ -18,11 +18,15 @@ from ridgeline.request import (
     FORMS,
     MAX_TOKEN_COUNT,
     MAX_TOKEN_ID,
+    SCHEMA,
     TEMPERATURE,
+    Choices,
     Samples,
     Sampling,
+    Structure,
     TokenId,
     TopLogprobs,
+    constraint,
 )
 from ridgeline.server.errors import ApiError, from_fault, quote
 
@@ -51,6 +55,53 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shows_usage(self) -> bool:
         return bool(self.include_usage or self.continuous_usage_stats)
+
+
+FORMAT = "object with a type"  # kind of a field that holds ResponseFormat
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Annotated[dict[str, Any], says("the JSON schema", kind="object")]
+    name: Annotated[str, says(NO_EFFECT)] | None = None
+    description: Annotated[str, says(NO_EFFECT)] | None = None
+    strict: Annotated[bool, says("without effect: answers always keep to the schema")] | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Annotated[
+        str,
+        says(
+            "what the answer is",
+            choices=("text", "json_object", "json_schema", "structural_tag"),
+            example="text",
+        ),
+    ]
+    json_schema: Annotated[JsonSchema, says("with the type json_schema")] | None = None
+    structures: (
+        Annotated[list[Structure], says("with the type structural_tag", kind="list of objects")]
+        | None
+    ) = None
+    triggers: Annotated[list[str], says("with the type structural_tag")] | None = None
+
+    @property
+    def constraint(self) -> object:
+        """As `structured_outputs` has it. Raises ApiError."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.type == "structural_tag":
+            tag = {"structures": self.structures, "triggers": self.triggers}
+            return {"structural_tag": {k: v for k, v in tag.items() if v is not None}}
+        place = "response_format.json_schema"
+        if self.type != "json_schema":
+            known = ", ".join(declared(ResponseFormat)["type"].choices)
+            place = "response_format.type"
+            raise ApiError("invalid_value", f"{place} must be one of {known}", place)
+        if self.json_schema is None:
+            code = "missing_required_parameter"
+            raise ApiError(code, f"{place} is required with this type", place)
+        return {"json": self.json_schema.schema}
 
 
 class Asking(Sampling, frozen=True, kw_only=True):
@@ -93,6 +144,15 @@ class Asking(Sampling, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    response_format: (
+        Annotated[dict[str, Any], says("what the answer is, as OpenAI has it", kind=FORMAT)] | None
+    ) = None
+    guided_json: (
+        Annotated[Any, says("older name of structured_outputs.json", kind=SCHEMA)] | None
+    ) = None
+    guided_regex: Annotated[str, says("older name of structured_outputs.regex")] | None = None
+    guided_choice: Annotated[Choices, says("older name of structured_outputs.choice")] | None = None
+    guided_grammar: Annotated[str, says("older name of structured_outputs.grammar")] | None = None
     user: NoEffectText = None
     metadata: NoEffectObject = None
     store: Annotated[bool, says(NO_EFFECT)] | None = None
@@ -230,14 +290,8 @@ NOTHING: tuple[object, ...] = ([], {}, "", False, 0, 0.0)
 
 # Field -> the values that ask for nothing. null counts as absent before we get here.
 _BOTH: Unsupported = {
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "structured_outputs": (),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -364,10 +418,17 @@ def _token_id_of(name: str) -> int:
     return int(name)
 
 
+def _constraint(value: object) -> str:
+    if not isinstance(value, dict):
+        raise wrong_type("structured_outputs", "an object", value)
+    return constraint(value)
+
+
 _FORMS: Mapping[str, Callable[[object], object]] = {
     "stop": _stop,
     "stop_token_ids": FORMS["stop_token_ids"],
     "logit_bias": _biases,
+    "structured_outputs": _constraint,
 }
 
 

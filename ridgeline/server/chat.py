@@ -18,6 +18,8 @@ from ridgeline.server.bodies import (
 )
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.parsed_request import (
+    CONSTRAINTS,
+    OUR_NAME,
     Conversation,
     ParsedRequest,
     names_given,
@@ -38,11 +40,13 @@ def read_chat(
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = asked.top_logprobs if asked.logprobs else None
+    given = names_given(body)
     sampling = sampling_of(
-        asked, names_given(body), {**defaults, "logprobs": logprobs, "max_tokens": max_tokens}
+        asked, given, {**defaults, "logprobs": logprobs, "max_tokens": max_tokens}
     )
     refuse_unservable(asked, sampling, 1, max_sequences)
-    rename = {"prompt": "messages", "max_tokens": asked_as}
+    constrained = zip(OUR_NAME, CONSTRAINTS & given, strict=False)
+    rename = {"prompt": "messages", "max_tokens": asked_as, **dict(constrained)}
     return ParsedRequest(asked, (), conversation, sampling, rename, top_logprobs=logprobs)
 
 

@@ -28,6 +28,7 @@ from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, Progress, new_page
 from ridgeline.server.outlet import Relay
 from ridgeline.server.service_manager import PRIVATE
+from ridgeline.server.text_wire import VocabularyTable
 from ridgeline.server.tripwire import allow_spawn, arm
 from ridgeline.server.wire import (
     Abort,
@@ -44,6 +45,7 @@ from ridgeline.server.wire import (
     Start,
     StartFailed,
     Step,
+    Vocabulary,
     pack_add,
     read_event,
 )
@@ -141,6 +143,10 @@ class EngineClient:
             raise
         finally:
             self._tickets.pop(ticket, None)
+
+    def teach(self, table: VocabularyTable, end_token_ids: tuple[int, ...]) -> None:
+        """Tell the engine what its tokens are, once it is up."""
+        self._send(Vocabulary(table, end_token_ids))
 
     async def evidence(self, tenant: bytes | None = None) -> bytes:
         """What the engine knows of where time went, as JSON; see Explain and Explained. Raises

@@ -24,6 +24,7 @@ from ridgeline.router.speeds import PricedSpeed
 from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.server.engine_gauges import GaugeReader
 from ridgeline.server.heartbeat import Heartbeat
+from ridgeline.server.text_wire import vocabulary_of
 from ridgeline.server.wire import (
     SPEED_CONTEXT,
     Abort,
@@ -39,6 +40,7 @@ from ridgeline.server.wire import (
     Refused,
     Scheduled,
     Step,
+    Vocabulary,
     unpack_add,
 )
 from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from ridgeline.architectures.spec import ModelSpec
     from ridgeline.devices.device import Device
     from ridgeline.resolve import MemoryRow
+    from ridgeline.text import vocabulary as text_vocabulary
 
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
@@ -79,6 +82,11 @@ class Served(Protocol):
     def end_token_ids(self) -> frozenset[int]: ...
     @property
     def run_record(self) -> RunRecord | None: ...
+    @property
+    def no_grammars(self) -> str: ...
+    def learn(
+        self, vocabulary: text_vocabulary.Vocabulary | None, end_token_ids: frozenset[int]
+    ) -> None: ...
 
 
 Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], Served]
@@ -108,6 +116,7 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
         None if served.run_record is None else _prices(served.run_record),
         tuple((phase.name, phase.seconds) for phase in startup),
         () if served.run_record is None else _speeds(served.run_record, resolved),
+        served.no_grammars,
     )
 
 
@@ -129,6 +138,7 @@ class EngineLoop:
     def __init__(
         self, served: Served, wire: CommandWire, clock: Clock, heartbeat: Heartbeat | None = None
     ) -> None:
+        self._served = served
         self._engine = served.engine
         self._wire = wire
         self._clock = clock
@@ -199,6 +209,9 @@ class EngineLoop:
             for request_id in command.request_ids:
                 self._engine.abort(request_id)
                 self._close(request_id)
+        elif isinstance(command, Vocabulary):
+            words = vocabulary_of(command.table)
+            self._served.learn(words, frozenset(command.end_token_ids))
         elif isinstance(command, Explain):
             self._wire.send(Explained(command.ticket, self._evidence(command.tenant)))
         return None

@@ -40,6 +40,9 @@ CODES: dict[str, Code] = {
     "missing_required_parameter": _invalid("a field is missing"),
     "unknown_parameter": _invalid("the field is unknown"),
     "unsupported_parameter": _invalid("a field of OpenAI or vLLM that is not served here"),
+    "unsupported_schema": _invalid(
+        "a schema, regular expression or grammar that is none, or has a part that is not served"
+    ),
     "limit_exceeded": _invalid("more of something than this server gives one request"),
     "context_length_exceeded": _invalid("prompt and answer do not fit into the model's context"),
     "empty_input": _invalid("an empty prompt, message, list or stop string"),

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
-from ridgeline.server.text_wire import Loaded
+from ridgeline.server.text_wire import Loaded, VocabularyTable, vocabulary_of
 from ridgeline.server.wire import Ready
-from ridgeline.text.vocabulary import Table, Vocabulary
+from ridgeline.text.vocabulary import Vocabulary
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -45,6 +45,14 @@ class ServedModel:
     vocabulary: Vocabulary | None
     has_chat_template: bool
     texts: TokenTexts
+    table: VocabularyTable | None = None  # what the engine is told of the vocabulary
+
+    @property
+    def no_grammars(self) -> str:
+        """Why no answer can be held to a grammar; "" where any can."""
+        if self.table is None or self.table.rule is None:
+            return "the bytes of this model's tokens are not known"
+        return self.ready.no_grammars or ("" if self.ready.end_token_ids else "it has no end token")
 
     @property
     def max_model_len(self) -> int:
@@ -78,11 +86,9 @@ def text_folder(config: ServeConfig, ready: Ready | None = None) -> Path | None:
 
 def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path) -> ServedModel:
     """The model as the engine and the tokenizer's process have opened it (blocking)."""
-    vocabulary, table = None, loaded.vocabulary
-    if table is not None and table.rule is not None:
-        pieces = Table(table.rule, *table.tables)
-        vocabulary = Vocabulary(pieces, frozenset(table.special_ids))
-    elif table is not None:
+    table = loaded.vocabulary
+    vocabulary = None if table is None else vocabulary_of(table)
+    if table is not None and vocabulary is None:
         from ridgeline.text.tokenizer import load_tokenizer
 
         vocabulary = load_tokenizer(folder)  # only it can decode; it was seen to load
@@ -95,6 +101,7 @@ def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path
         vocabulary,
         loaded.has_template,
         TokenTexts(vocabulary),
+        table,
     )
 
 

@@ -17,12 +17,14 @@ from starlette.types import Receive, Scope, Send
 import ridgeline
 from ridgeline.declared import Declared, Field, declared
 from ridgeline.observe.explain import OwnReport, Report
-from ridgeline.request import MAX_STOP_LENGTH, MAX_TOKEN_ID
+from ridgeline.request import CONSTRAINT, MAX_STOP_LENGTH, MAX_TOKEN_ID, SCHEMA, StructuredOutputs
 from ridgeline.router.backend import Load
 from ridgeline.server.bodies import (
+    FORMAT,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ResponseFormat,
     TokenizeChat,
     TokenizeText,
 )
@@ -93,6 +95,16 @@ KINDS: Mapping[str, Callable[[Field], Schema]] = {
     "string": _string,
     "object": _object,
     "object of numbers": _biases,
+    CONSTRAINT: lambda field: object_schema(declared(StructuredOutputs)) | {"minProperties": 1},
+    FORMAT: lambda field: object_schema(declared(ResponseFormat)),
+    SCHEMA: lambda field: {
+        "anyOf": [
+            {"type": "object"},
+            {"type": "boolean"},
+            {"type": "string", "pattern": "^\\s*\\{"},
+        ]
+    },
+    "list of strings": lambda field: _list(field, _string(field.items[0])),
     "list of objects": lambda field: _list(field, _object(field)),
     "list of token ids": lambda field: _list(field, TOKEN_ID),
     "string or list of strings": lambda field: {"anyOf": [STOP_TEXT, _list(field, STOP_TEXT)]},
@@ -164,7 +176,7 @@ BODY = (
     *MODEL, "invalid_json", "invalid_type", "invalid_value", "missing_required_parameter",
     "unknown_parameter", "context_length_exceeded", "empty_input", "invalid_text",
     "invalid_token_id", "model_not_found", "request_too_large", "unsupported_media_type",
-    "unsupported_encoding",
+    "unsupported_encoding", "unsupported_schema",
 )  # fmt: skip
 CONVERSATION = (
     "invalid_messages", "chat_template_missing", "media_url_not_allowed", "unsupported_parameter",

@@ -8,12 +8,14 @@ from typing import Any, TypeGuard
 
 from msgspec import structs
 
+from ridgeline.declared import made
 from ridgeline.errors import RequestFault
-from ridgeline.request import Sampling, SamplingParams, check_together
+from ridgeline.request import Sampling, SamplingParams, check_together, constraint
 from ridgeline.server.bodies import (
     Asking,
     ChatBody,
     CompletionBody,
+    ResponseFormat,
     StreamOptions,
     check_text,
     read,
@@ -123,7 +125,7 @@ def read_completion(
         prompts,
         None,
         sampling,
-        {},
+        dict(zip(OUR_NAME, CONSTRAINTS & given, strict=False)),
         top_logprobs=asked.logprobs,
         drop_output=asked.max_tokens == 0,
     )
@@ -141,13 +143,53 @@ def sampling_of(asked: Asking, given: Collection[str], others: Mapping[str, Any]
     """What the body says itself, over `others`, over OpenAI's defaults. Raises ApiError naming the
     field."""
     own = {name: getattr(asked, name) for name in Sampling.__struct_fields__ if name in given}
-    sampling = structs.replace(DEFAULT, **{**others, **own})
     try:
+        if not CONSTRAINTS.isdisjoint(given):
+            own["structured_outputs"] = _constraint(asked, constrained_by(given))
+        sampling = structs.replace(DEFAULT, **{**others, **own})
         sampling = _with_beams(sampling, asked, given)
         check_together(sampling)
     except RequestFault as fault:
         raise from_fault(fault) from None
     return sampling
+
+
+OUR_NAME = ("structured_outputs",)
+# Fields that say what the text of an answer must be; `guided_` stands before an older name of one
+# that structured_outputs has.
+GUIDED = "guided_"
+CONSTRAINTS = frozenset(
+    {
+        "structured_outputs",
+        "response_format",
+        *(name for name in Asking.__struct_fields__ if name.startswith(GUIDED)),
+    }
+)
+
+
+def constrained_by(given: Collection[str]) -> str:
+    """The field that says what the answer must be. Raises ApiError for several."""
+    found = sorted(CONSTRAINTS.intersection(given))
+    if len(found) > 1:
+        message = f"{found[0]} cannot be combined with {found[1]}"
+        raise ApiError("invalid_value", message, found[0])
+    return found[0]
+
+
+def _constraint(asked: Asking, name: str) -> str:
+    """Of an older form, or OpenAI's. RequestFault names the field as the client wrote it."""
+    if name == "structured_outputs":
+        return asked.structured_outputs  # type: ignore[return-value]
+    if name == "response_format":
+        given = {k: v for k, v in (asked.response_format or {}).items() if v is not None}
+        return constraint(made(ResponseFormat, given, name).constraint, name)
+    try:
+        return constraint({name.removeprefix(GUIDED): getattr(asked, name)}, name)
+    except RequestFault as fault:
+        inner = f"{name}.{name.removeprefix(GUIDED)}"
+        message = str(fault).replace(inner, name, 1)
+        param = (fault.param or name).replace(inner, name, 1)
+        raise RequestFault(message, param=param, code=fault.code) from None
 
 
 def _with_beams(sampling: SamplingParams, asked: Asking, given: Collection[str]) -> SamplingParams:

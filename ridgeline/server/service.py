@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,11 +41,13 @@ from ridgeline.server.replies import EventStream, Renderer, State
 from ridgeline.server.reports import Pages, Reports
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.text_client import TextClient, TextFault
+from ridgeline.server.text_wire import CheckGrammar
 from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready
 from ridgeline.startup import keep_what_is_there, process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
+MOST_COMPILED = 64  # constraints that are known to compile
 SEQUENCE_BYTES = 512  # a sequence is about as much work as so many bytes
 WORKER_THREADS = 2
 LARGE = 1 << 30
@@ -102,6 +105,7 @@ class Service(Drained):
         self.open: set[ActiveRequest] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
         self.text = TextClient(config.limits.tokenizer_processes)
+        self._compiled: OrderedDict[str, None] = OrderedDict()  # constraints that can be served
         self.pool = ThreadPoolExecutor(WORKER_THREADS, "worker")
         self.aside_pool = ThreadPoolExecutor(1, "aside")
 
@@ -122,6 +126,8 @@ class Service(Drained):
             loaded = await self.text.load(folder)
             self.model = await self.run_in_thread(served_model, self.config, ready, loaded, folder)
             keep_what_is_there()  # a thousand connections began collections of 35 ms
+        if (table := self.model.table) is not None and not self.model.no_grammars:
+            self.engine.teach(table, self.model.ready.end_token_ids)
         self.admission.size(
             max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
         )
@@ -242,9 +248,31 @@ class Service(Drained):
                 encoded = await self.text.ids(question, tenant.name, request_id)
             except TextFault as fault:
                 raise fault_of(call, fault) from None
+        if call.sampling.structured_outputs:
+            await self._check_grammar(call, model, tenant.name, request_id)
         size += sum(map(len, encoded)) + SEQUENCE_BYTES * call.num_sequences
         prepared = await self.run(size, prepare, call, model, encoded, request_id, tenant, arrival)
         return call, prepared
+
+    async def _check_grammar(
+        self, call: ParsedRequest, model: ServedModel, tenant: bytes, request_id: str
+    ) -> None:
+        """Raises ApiError for what cannot be compiled, within limits, by a process of its own."""
+        param, constraint = "structured_outputs", call.sampling.constraint
+        if constraint in self._compiled:
+            return
+        try:
+            if why := model.no_grammars:
+                message = f"{param}: not served here: {why}"
+                raise RequestFault(message, param=param, code="unsupported_parameter")
+            ends = model.ready.end_token_ids
+            question = CheckGrammar(constraint, model.ready.vocab_size, ends)
+            await self.text.ids(question, tenant, request_id)
+        except RequestFault as fault:
+            raise from_fault(fault, call.rename) from None
+        self._compiled[constraint] = None
+        if len(self._compiled) > MOST_COMPILED:
+            self._compiled.popitem(last=False)
 
     async def _answer(
         self,

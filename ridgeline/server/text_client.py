@@ -28,6 +28,7 @@ from ridgeline.server.service_manager import PRIVATE
 from ridgeline.server.text_wire import (
     ENCODE_S,
     ENCODE_S_PER_BYTE,
+    GRAMMAR_S,
     LOAD_S,
     LOAD_WALL_S,
     TEMPLATE_S,
@@ -35,8 +36,10 @@ from ridgeline.server.text_wire import (
     WALL_S_PER_BYTE,
     WORK_BYTES,
     Answer,
+    CheckGrammar,
     Command,
     Done,
+    Encode,
     EncodeChat,
     End,
     Ended,
@@ -60,6 +63,11 @@ COMMAND_WALL_S = 20.0  # the fork server takes milliseconds, if it gets a proces
 TRIES = 2  # of a question whose worker ended by itself, or was killed by somebody else
 INNOCENT = (0, -signal.SIGKILL)  # exit codes of such
 RESTART_PAUSE_S = 1.0
+PARAMS: dict[type[Question], str] = {
+    Encode: "prompt",
+    EncodeChat: "messages",
+    CheckGrammar: "structured_outputs",
+}
 GONE = (OSError, EOFError, TimeoutError, BrokenWire)
 
 _Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -75,7 +83,7 @@ class _Job:
     """A question, as it is sent, and who waits for its answer."""
 
     data: bytes
-    is_chat: bool
+    asked: type[Question]
     tenant: bytes
     request_id: str
     answer: asyncio.Future[Ids] = field(default_factory=asyncio.Future)
@@ -86,7 +94,7 @@ class _Job:
     @property
     def param(self) -> str:
         """Of the request, where its texts are."""
-        return "messages" if self.is_chat else "prompt"
+        return PARAMS[self.asked]
 
     @property
     def wall_s(self) -> float:
@@ -110,7 +118,7 @@ class _Worker(asyncio.Protocol):
 
     def ask(self, job: _Job) -> None:
         self.job = job
-        job.in_template = job.is_chat
+        job.in_template = job.asked is EncodeChat
         job.num_tries += 1
         self._timer = asyncio.get_running_loop().call_later(job.wall_s, self._too_late, job)
         if self._transport is not None:
@@ -277,8 +285,7 @@ class TextClient:
 
     async def ids(self, question: Question, tenant: bytes, request_id: str) -> tuple[bytes, ...]:
         """An array of token ids for each text. Raises TextFault, or ApiError when nobody can."""
-        is_chat = isinstance(question, EncodeChat)
-        job = _Job(frame(question), is_chat, tenant, request_id)
+        job = _Job(frame(question), type(question), tenant, request_id)
         self._turns.add(tenant, job)
         self._dispatch()
         try:
@@ -310,7 +317,7 @@ class TextClient:
         if isinstance(answer, Refusal):
             if answer.crash:
                 say(
-                    logger, logging.WARNING, "the model's tokenizer or chat template crashed",
+                    logger, logging.WARNING, "a tokenizer, chat template or grammar crashed",
                     request_id=job.request_id, fault=answer.crash, template=job.in_template,
                 )  # fmt: skip
             param = answer.param or job.param
@@ -427,7 +434,9 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def _fault(job: _Job, code: int) -> TextFault:
     """The worker of this job ended with `code`."""
-    if code == -signal.SIGPROF and job.in_template:
+    if code == -signal.SIGPROF and job.asked is CheckGrammar:
+        why = f"took more than {GRAMMAR_S:g} s of processor time"
+    elif code == -signal.SIGPROF and job.in_template:
         why = f"took more than {TEMPLATE_S:g} s of processor time"
     elif code == -signal.SIGPROF:
         per_byte_us = 1e6 * ENCODE_S_PER_BYTE
@@ -440,6 +449,10 @@ def _fault(job: _Job, code: int) -> TextFault:
         logger, logging.WARNING, "a text worker was lost", request_id=job.request_id,
         code=code, template=job.in_template,
     )  # fmt: skip
+    if job.asked is CheckGrammar:
+        return TextFault(
+            f"structured_outputs: to compile this {why}", job.param, "unsupported_schema"
+        )
     if job.in_template:
         return TextFault(
             f"the model's chat template {why} on these messages", "messages", "invalid_messages"

@@ -29,10 +29,12 @@ from msgspec import structs
 from ridgeline.child import die_with_parent, harden
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.frames import HEADER, frame, frame_length, read_exactly
+from ridgeline.sampling.grammar import GrammarCompiler
 from ridgeline.server.text_wire import (
     ENCODE_BYTES_PER_BYTE,
     ENCODE_S,
     ENCODE_S_PER_BYTE,
+    GRAMMAR_S,
     IDS,
     LOAD_BYTES,
     LOAD_BYTES_PER_BYTE,
@@ -42,6 +44,7 @@ from ridgeline.server.text_wire import (
     TEMPLATE_S,
     WORK_BYTES,
     Answer,
+    CheckGrammar,
     Command,
     Done,
     Encode,
@@ -121,6 +124,7 @@ class Worker:
         self._own_bytes = address_space()
         self._place = 0
         self._in_template = False
+        self._compiler: GrammarCompiler | None = None
 
     @property
     def is_worn(self) -> bool:
@@ -130,6 +134,9 @@ class Worker:
     def answer(self, question: Question) -> Ids | Refusal:
         self._place, self._in_template = 0, isinstance(question, EncodeChat)
         try:
+            if isinstance(question, CheckGrammar):
+                self._check_grammar(question)
+                return _ids([])
             if isinstance(question, EncodeChat):
                 return _ids([self._chat(question)])
             found = []
@@ -139,8 +146,16 @@ class Worker:
         except RequestFault as fault:
             return Refusal(str(fault), fault.param, fault.code, self._place, _kind(fault.__cause__))
         except BaseException as fault:  # a panic of the tokenizers package is no Exception
-            reason = f"the text could not be encoded ({_kind(fault)})"
+            what = "constraint" if isinstance(question, CheckGrammar) else "text"
+            reason = f"the {what} could not be read ({_kind(fault)})"
             return Refusal(reason, None, BROKEN, self._place, _kind(fault))
+
+    def _check_grammar(self, question: CheckGrammar) -> None:
+        with limited(GRAMMAR_S, self._own_bytes + WORK_BYTES):
+            if self._compiler is None:
+                ends = frozenset(question.end_token_ids)
+                self._compiler = self._tokenizer.grammar_compiler(question.vocab_size, ends)
+            self._compiler.compile(question.constraint)
 
     def _text(self, text: str, question: Encode) -> list[int]:
         self._refuse_too_long(text, question.max_tokens, "prompt")

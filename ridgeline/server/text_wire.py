@@ -9,9 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from ridgeline.text.pieces import DecodingRule
+from ridgeline.text.vocabulary import Table, Vocabulary
 
 TEMPLATE_S = 0.25  # of processor time, as all seconds here but WALL_S
 ENCODE_S = 0.5
+GRAMMAR_S = 1.0
 ENCODE_S_PER_BYTE = 5e-6  # of text, as UTF-8
 WORK_BYTES = 256 << 20
 ENCODE_BYTES_PER_BYTE = 500
@@ -50,6 +52,13 @@ class VocabularyTable(msgspec.Struct, array_like=True, frozen=True):
     special_ids: tuple[int, ...]
     rule: DecodingRule | None
     tables: tuple[tuple[bytes, bytes], ...]
+
+
+def vocabulary_of(table: VocabularyTable) -> Vocabulary | None:
+    """None where only the tokenizer itself can decode."""
+    if table.rule is None:
+        return None
+    return Vocabulary(Table(table.rule, *table.tables), frozenset(table.special_ids))
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -92,6 +101,15 @@ class EncodeChat(msgspec.Struct, tag="chat", array_like=True, frozen=True):
     max_tokens: int
 
 
+class CheckGrammar(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
+    """Compile what an answer must be, as `Sampling.structured_outputs` has it, for a model with so
+    many logits. The answer is Ids of no text, or Refusal."""
+
+    constraint: str
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+
 class Stage(msgspec.Struct, tag="stage", array_like=True, frozen=True):
     """On the way to an answer: who works now, the template or the tokenizer. A conversation begins
     with its template."""
@@ -121,5 +139,5 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
 
 Command = LoadText | Fork | End
 Done = Loaded | LoadFailed | Forked | Ended
-Question = Encode | EncodeChat
+Question = Encode | EncodeChat | CheckGrammar
 Answer = Stage | Ids | Refusal

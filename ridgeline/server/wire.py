@@ -14,6 +14,7 @@ from ridgeline.frames import BrokenWire
 from ridgeline.observe.requests import PromptChunk
 from ridgeline.observe.run import RankStatus
 from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.server.text_wire import VocabularyTable
 
 _NUMBER = float | int
 
@@ -71,7 +72,14 @@ class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
     tenant: bytes | None = None
 
 
-Command = Start | Add | Abort | Explain
+class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True, frozen=True):
+    """Once it is ready: the bytes of the tokens, for answers that keep to a grammar."""
+
+    table: VocabularyTable
+    end_token_ids: tuple[int, ...]
+
+
+Command = Start | Add | Abort | Explain | Vocabulary
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
@@ -115,6 +123,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     startup: tuple[tuple[str, float], ...] = ()  # seconds by phase
     # Prompt tokens a second and seconds of a step, beside 0, 1, 2, 4, ... rows of SPEED_CONTEXT.
     speeds: tuple[tuple[float, float], ...] = ()
+    no_grammars: str = ""  # why structured outputs are not served
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", array_like=True, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from ridgeline.errors import RequestFault
+from ridgeline.sampling.grammar import GrammarCompiler
 from ridgeline.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from ridgeline.text.pieces import DecodingRule, Pieces
 
@@ -41,6 +43,18 @@ class Vocabulary:
         if self.pieces is None:
             return self.decode_whole([token_id]).encode()
         return self.pieces.bytes_of(token_id)
+
+    def grammar_compiler(self, size: int, end_token_ids: frozenset[int]) -> GrammarCompiler:
+        """For a model with `size` logits. RequestFault where answers cannot be constrained."""
+        if self.pieces is None or not end_token_ids:
+            what = "a table of its tokens' bytes" if self.pieces is None else "an end token"
+            raise RequestFault(
+                f"structured_outputs: this needs a tokenizer with {what}",
+                param="structured_outputs",
+                code="unsupported_parameter",
+            )
+        tokens = [self.token_bytes(token_id) for token_id in range(size)]
+        return GrammarCompiler(tokens, self.special_ids, end_token_ids)
 
     def decode_whole(self, token_ids: list[int]) -> str:
         """For vocabularies without pieces."""

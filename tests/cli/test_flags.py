@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -123,7 +124,7 @@ SAMPLING_ARGV = [
 def test_every_sampling_field_has_a_flag() -> None:
     given = flags.sampling_changes(parse(["generate", "m", *SAMPLING_ARGV]))
     names = set(SamplingParams.__struct_fields__)
-    assert set(given) == names - {"beam_width"}
+    assert set(given) == names - {"beam_width", "structured_outputs"}
     assert SamplingParams(**given) == SamplingParams(
         max_tokens=9,
         min_tokens=2,
@@ -149,6 +150,18 @@ def test_every_sampling_field_has_a_flag() -> None:
     )
     beams = flags.sampling_changes(parse(["generate", "m", "--beam-width", "4"]))
     assert beams == {"beam_width": 4}
+
+
+def test_what_a_text_must_be(tmp_path: Path) -> None:
+    asked = '{"regex": "a"}'
+    given = flags.sampling_changes(parse(["generate", "m", "--structured-outputs", asked]))
+    assert given == {"structured_outputs": asked}
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "null"}')
+    given = flags.sampling_changes(parse(["generate", "m", "--json-schema", str(path)]))
+    assert SamplingParams(**given).constraint == '{"json":{"type":"null"}}'
+    with pytest.raises(argparse.ArgumentTypeError, match="no-such"):
+        values.json_schema("no-such")
 
 
 def test_settings_typed_in_a_chat() -> None:

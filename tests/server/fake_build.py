@@ -34,6 +34,7 @@ from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepResult
+from ridgeline.text.vocabulary import Vocabulary
 from tests.observe.priced import CONFIG, small_setup
 
 VOCAB_SIZE = 264
@@ -185,6 +186,10 @@ class FakeBuilt:
     spec: FakeSpec = FakeSpec()
     device: FakeDevice = FakeDevice()
     memory: tuple[MemoryLine, ...] = (MemoryLine("KV cache", 1 << 20),)
+    no_grammars: str = "the fake samples nothing"
+
+    def learn(self, vocabulary: Vocabulary | None, end_token_ids: frozenset[int]) -> None:
+        """It is never asked to."""
 
     @property
     def end_token_ids(self) -> frozenset[int]:

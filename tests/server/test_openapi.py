@@ -35,7 +35,7 @@ from ridgeline.server.bodies import (
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
 from ridgeline.server.openapi import PATHS, document
-from ridgeline.server.parsed_request import read_completion
+from ridgeline.server.parsed_request import CONSTRAINTS, read_completion
 from ridgeline.server.tokenize import detokenize, read_tokenize
 from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.running import Running, fake_config, running
@@ -341,6 +341,12 @@ REFUSALS = {
         "prompt", "messages", "tokens", "max_tokens", "max_completion_tokens", "beam_width")),
     *(("invalid_value", name) for name in CONTRADICTIONS),
     *(("unsupported_parameter", name) for name in BEAMS),
+    # The model of these tests has no grammars; and only one of the fields may be given.
+    *(
+        (code, name)
+        for name in CONSTRAINTS
+        for code in ("invalid_value", "unsupported_parameter", "missing_required_parameter")
+    ),
 }  # fmt: skip
 
 
@@ -409,6 +415,7 @@ def explore(server: Running, served: Body, max_examples: int, mode: str = "all")
 TOGETHER: Body = {
     "stream": {"const": True}, "max_tokens": {"const": 8}, "max_completion_tokens": None,
     "min_tokens": None, "length_penalty": None, "early_stopping": None,
+    **dict.fromkeys(CONSTRAINTS),
 }  # fmt: skip
 
 
