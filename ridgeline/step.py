@@ -280,6 +280,8 @@ class PricedStep:
     checks: bool = False  # drafts, and reads no prompts
     is_overlapped: bool = False  # it was launched before the one before it was over
     plain_s: float = 0.0
+    num_masked_rows: int = 0  # rows of logits that a grammar has a mask for
+    mask_bytes: float = 0.0  # part of the price's
 
     @property
     def seconds(self) -> float:

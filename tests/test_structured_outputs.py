@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ridgeline import LLM, RequestFault, SamplingParams
-from tests.captures import captures
+from ridgeline.observe.explain import explain
+from tests.captures import captures, records
 from tests.conftest import TEST_DEVICE
 from tests.random_schemas import Schema, is_valid, random_schema
 
@@ -138,6 +139,20 @@ def test_structural_tag(made: Make) -> None:
     assert all(re.match(r" [0-9]{1,2}</n>", part) for part in whole)
 
 
+@records
+def test_ranks_get_the_masks_of_the_first(made: Make) -> None:
+    """Two ranks sample each for itself, and give what one does."""
+    asked = [asking(i, json=PERSON) for i in range(3)]
+    with LLM(
+        "demo:chat", dtype="float32", tp=2, speculate="draft:demo:draft:3", num_blocks=200,
+        max_num_seqs=4, warm_up="off", device="cpu",
+    ) as llm:  # fmt: skip
+        found = llm.generate(["Who?"] * 3, asked, progress=False)
+    alone = made("off").generate(["Who?"] * 3, asked, progress=False)
+    assert [result.text for result in found] == [result.text for result in alone]
+    assert all(is_valid(PERSON, result.text) for result in found)
+
+
 def test_many_answers_with_logprobs(made: Make) -> None:
     sampling = asking(3, json=PERSON).replace(n=3, logprobs=2)
     result = made("off").generate("Who?", sampling, progress=False)[0]
@@ -226,3 +241,20 @@ def test_a_pydantic_model_is_its_schema() -> None:
     asked = SamplingParams(structured_outputs={"json": model})
     assert json.loads(asked.constraint)["json"]["required"] == ["name", "people"]
     assert asked.replace(seed=1).constraint == asked.constraint
+
+
+def test_masks_are_priced(made: Make) -> None:
+    """Each token of the answer has a mask, and no token of a free one."""
+    llm = made("off")
+    before = llm.run_record.totals.num_masked_rows
+    result = llm.generate("Who?", asking(4, json=PERSON), progress=False)[0]
+    rows = llm.run_record.totals.num_masked_rows
+    assert rows - before >= len(result.token_ids)
+    llm.generate("Who?", SamplingParams(max_tokens=5), progress=False)
+    totals = llm.run_record.totals
+    assert totals.num_masked_rows == rows
+    assert totals.mask_bytes == pytest.approx(rows * llm.spec.vocab_size * (1 / 8 + 2 + 8))
+    server = explain(llm.run_record.evidence(llm.engine.clock.now())).server
+    assert (server.num_masked_rows, server.mask_bytes) == (rows, totals.mask_bytes)
+    price_s = llm.run_record.pricer.price_masks
+    assert price_s(8)[1] > price_s(1)[1] > price_s(0)[1] == 0

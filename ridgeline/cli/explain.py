@@ -113,6 +113,9 @@ def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
         yield gap_table(server)
         if server.get("drafts") is not None:
             yield draft_table(server["drafts"], is_calibrated(server))
+        if rows := server.get("num_masked_rows"):
+            moved = scaled(server["mask_bytes"], "B")
+            yield f"masks of grammars: {_some(rows, 'row')} of logits, {moved}"
         if server.get("expert_load"):
             most = max(server["expert_load"])
             where = server["expert_load"].index(most)

@@ -548,6 +548,12 @@ def _query_and_output_bytes(
     return size * read, size * written
 
 
+def mask_bytes(num_rows: int, vocab_size: int) -> float:
+    """What a grammar's masks move for so many rows of logits on each device that samples: a bit for
+    each token is read and a byte written, which one pass reads that copies the logits."""
+    return num_rows * vocab_size * (1 / 8 + 2 + 2 * LOGIT_BYTES)
+
+
 # ------------------------------------------------------------------------ by rows of logits
 
 

@@ -30,6 +30,7 @@ from ridgeline.cost.ops import (
     Op,
     attends_once,
     decode_op,
+    mask_bytes,
     output_ops,
     prefill_op,
     query_heads,
@@ -587,6 +588,14 @@ class Pricer:
         """(operations, bytes) of attention that one row alone causes, on all devices together."""
         own = [each.own_work_of(num_tokens, before) for each in self.attention]
         return sum([flops for flops, _ in own]), sum([moved for _, moved in own])
+
+    def price_masks(self, num_rows: int) -> tuple[float, float]:
+        """(bytes on all devices together, expected seconds) of a grammar's masks for so many rows
+        of logits. The host makes them while the device computes."""
+        setup, stream = self.setup, self.setup.constants.sampling
+        moved = mask_bytes(num_rows, setup.spec.vocab_size)
+        seconds = moved / (stream.e_m * setup.device.bandwidth) + stream.t0_s * (num_rows > 0)
+        return moved * setup.layout.tp, seconds
 
     @property
     def limits(self) -> Limits:

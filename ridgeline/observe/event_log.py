@@ -36,6 +36,7 @@ from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.step import BlockCopy, BlockTables, Listener, ScheduledRequest, StepPlan, StepResult
 
 WHAT_IT_IS = "An event log is what --event-log of serve, generate or bench has written"
+HIDDEN = "{}"  # in the place of what an answer had to be
 logger = logging.getLogger(__name__)
 
 
@@ -288,8 +289,12 @@ class Recorder(Listener):
                 request_id=request.request_id,
                 arrival=request.arrival_time,
                 prompt=request.prompt_token_ids,
-                # `stop` are a user's own words, which no scheduler reads.
-                sampling=structs.replace(request.sampling, stop=(), structured_outputs=""),
+                # A user's own words, which no scheduler reads.
+                sampling=structs.replace(
+                    request.sampling,
+                    stop=(),
+                    structured_outputs=request.sampling.structured_outputs and HIDDEN,
+                ),
                 priority=request.priority,
                 salt_hex=self._salt(request.cache_salt),
                 tenant_hex=self._salt(request.tenant),

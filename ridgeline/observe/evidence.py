@@ -67,6 +67,7 @@ class RunRecord(Run):
             computes_in_submit=header.computes_in_submit,
             decodes_price=pricer.price_decodes,
             draft_price=None if drafter is None else drafter.seconds,
+            mask_price=pricer.price_masks,
             max_finished=max_finished,
             cpu_s=cpu_s,
         )

@@ -77,6 +77,8 @@ class Server(Achieved):
     cpu: CpuTime | None
     expert_load: tuple[float, ...]  # of each layer with experts, the busiest over the mean one
     ranks: tuple[RankStatus, ...]  # of a group; whoever waits least is who the others wait for
+    num_masked_rows: int = 0  # rows of logits that a grammar had a mask for
+    mask_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
         cpu=evidence.cpu,
         expert_load=evidence.expert_load,
         ranks=evidence.ranks,
+        num_masked_rows=totals.num_masked_rows,
+        mask_bytes=totals.mask_bytes,
     )
 
 

@@ -31,6 +31,7 @@ NUM_RECENT = 64  # steps that are kept whole
 MOST_UNCOUNTED = 64  # steps with drafts that are kept until somebody asks
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
+MaskPrice = Callable[[int], tuple[float, float]]  # bytes and seconds by rows of logits
 DraftPrice = Callable[[int, int, int], float]  # seconds by rows, context of each, drafts of each
 DecodesPrice = Callable[[tuple[int, ...]], StepPrice]  # of one token after each of these contexts
 
@@ -58,6 +59,8 @@ class Totals:
     num_rows: int = 0
     regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
     drafts: DraftTotals = field(default_factory=DraftTotals)
+    num_masked_rows: int = 0  # rows of logits that a grammar had a mask for
+    mask_bytes: float = 0.0  # of them, in `bytes` too
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Run(Listener):
     `listeners` are told of each step that has run. A step is priced once it is sent off, so that no
     device waits for that, or when somebody asks before; without a `price` steps are only counted.
 
+    `mask_price`: bytes and seconds of the masks of so many rows of logits.
+
     `decodes_price` is a quicker way to what `price` says of a step that only decodes, `draft_price`
     is what making drafts takes before they are verified. `cpu_s` gives the CPU seconds of the
     process so far, or None where nobody knows: it is asked when the first request comes and when
@@ -99,6 +104,7 @@ class Run(Listener):
         computes_in_submit: bool = False,
         decodes_price: DecodesPrice | None = None,
         draft_price: DraftPrice | None = None,
+        mask_price: MaskPrice | None = None,
         max_finished: int | None = MAX_FINISHED,
         cpu_s: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -122,7 +128,8 @@ class Run(Listener):
         self._totals = Totals()
         self.is_priced = price is not None
         self._price, self._decodes_price = price or _no_price, decodes_price
-        self._draft_price = draft_price
+        self._draft_price, self._mask_price = draft_price, mask_price
+        self._masked: set[str] = set()  # requests whose answers keep to a grammar
         self._planned: deque[tuple[StepPlan, float]] = deque()  # not priced yet
         self._in_flight: deque[PricedStep] = deque()
         self._ran: dict[int, PricedStep] = {}  # steps with drafts that are not collected yet
@@ -179,6 +186,8 @@ class Run(Listener):
             if (cpu_s := self._read_cpu_s()) is not None:
                 self._cpu_since = now, cpu_s
         self.requests.add(request, now)
+        if request.sampling.structured_outputs:
+            self._masked.add(request.request_id)
 
     def on_abort(self, request_id: str, now: float) -> None:
         self._end(request_id, "abort", now)
@@ -218,6 +227,7 @@ class Run(Listener):
                     self._end(output.request_id, output.finish_reason.value, now)
 
     def _end(self, request_id: str, reason: str, now: float) -> None:
+        self._masked.discard(request_id)
         self.requests.end(request_id, reason, now, self.running, self.last_ended)
         if not self.requests.active and self._cpu_since is not None:
             self._cpu, self._cpu_since = self._cpu_with(now) or self._cpu, None
@@ -252,6 +262,18 @@ class Run(Listener):
                 self._can_begin(self._in_flight[0])
 
     def _priced(self, plan: StepPlan, now: float) -> PricedStep:
+        step = self._priced_bare(plan, now)
+        if self._masked and self._mask_price is not None:
+            due = [row for row in plan.scheduled if row.samples and row.request_id in self._masked]
+            step.num_masked_rows = sum([row.num_draft + 1 for row in due])
+            step.mask_bytes, mask_s = self._mask_price(step.num_masked_rows)
+            price = step.price
+            step.price = replace(
+                price, expected_s=price.expected_s + mask_s, bytes=price.bytes + step.mask_bytes
+            )
+        return step
+
+    def _priced_bare(self, plan: StepPlan, now: float) -> PricedStep:
         rows = plan.scheduled
         if plan.decodes is not None and self._decodes_price is not None:
             price = self._decodes_price(plan.decodes.starts)
@@ -327,6 +349,8 @@ class Run(Listener):
         totals.flops += price.flops
         totals.bytes += price.bytes
         totals.num_rows += num_rows
+        totals.num_masked_rows += step.num_masked_rows
+        totals.mask_bytes += step.mask_bytes
         if step.checks:
             self._ran[step.plan.step_id] = step
         regime = totals.regimes["verify" if step.checks else _regime(len(step.prompts), num_rows)]
