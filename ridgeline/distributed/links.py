@@ -69,6 +69,7 @@ OVERDUE_S = 10.0  # no rank may be in one place of a step for longer, see Ranks.
 # While it starts, a rank may be silent for so long: libraries are loaded without letting go of
 # Python, and the answering thread needs that.
 START_ANSWER_S = 60.0
+IDLE_ANSWER_S = 10.0  # nobody waits for it; a busy machine may leave a rank without a turn
 READ_BYTES = 1 << 16
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -661,14 +662,15 @@ class Ranks:
             stays_s = now - max(since, self._seen[1])
             if stays_s <= self.overdue_s:
                 return
-            if asked_at < now - stays_s + self.overdue_s and not self._silent():
+            if asked_at < now - stays_s + self.overdue_s:
                 self._ask(now)  # where they are now
             elif now - asked_at >= ANSWER_S or not self._silent():
                 self._lose(EngineLost(self._blame(stays_s)))
             return
         is_new = self._is_starting or now - self._prepared_at < START_ANSWER_S
         silent = self._silent()
-        if silent and now - asked_at > (START_ANSWER_S if is_new else self.overdue_s):
+        patience_s = START_ANSWER_S if is_new else max(self.overdue_s, IDLE_ANSWER_S)
+        if silent and now - asked_at > patience_s:
             who = " and ".join(peer.words for peer in silent)
             when = " while it starts" if self._is_starting else ""
             self._lose(EngineLost(f"{who} does not answer{when}"))

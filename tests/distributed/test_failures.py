@@ -140,8 +140,12 @@ def cluster(spoil_folder: Path) -> Iterator[launch_ray.Cluster]:
 
 
 @pytest.fixture
-def scene(spoil_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(
+    spoil_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Scene]:
     """With short patience, and a look at what is left."""
+    if "[ray" in request.node.name:
+        request.getfixturevalue("cluster")
     found, before, lose = Scene(spoil_folder), what_is_held(), Ranks._lose
 
     def noted(ranks: Ranks, what: RidgelineError) -> None:
@@ -178,11 +182,8 @@ def test_a_rank_comes_to_grief(
     model: Path,
     scene: Scene,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    if launcher == "ray":
-        request.getfixturevalue("cluster")
     words, options = expected(launcher, phase, act), OPTIONS | {"launcher": launcher, "tp": 2}
     if act == "stop" and phase in AT_START:
         monkeypatch.setattr(links, "START_ANSWER_S", 6.0)
@@ -194,6 +195,8 @@ def test_a_rank_comes_to_grief(
         monkeypatch.setattr(
             build, "_warm_up", lambda one, *more: warm_up(replace(one, warm_up=True), *more)
         )
+    if (phase, act) == ("idle", "stop"):
+        monkeypatch.setattr(links, "IDLE_ANSWER_S", FLOOR_S)
     if launcher == "join":
         options["join_address"] = address = free_address()
         monkeypatch.setenv(SECRET_VARIABLE, "5a" * links.SECRET_BYTES)
