@@ -161,15 +161,17 @@ class Experts:
     def packed(self) -> PackedExperts | None:
         """For the native products of a CPU, once all is loaded; None: there are none, or they are
         not known to give a token the same bits in any batch."""
-        if self.deterministic or self.placement.ep > 1:
+        if self.deterministic:
             return None
         gate_up, down = [one.gate_up for one in self.experts], [one.down for one in self.experts]
         wide, narrow = _packed(gate_up), _packed(down)
         activation = self.spec.activation
         if not (wide and narrow and PackedExperts.takes(wide[0], narrow[0], activation)):
             return None
-        biases = ([linear.added_bias_O for linear in linears] for linears in (gate_up, down))
-        return PackedExperts(wide, narrow, activation, *biases)
+        biases = _biases(gate_up), _biases(down)
+        numbers, num_experts = range(self.first, self.first + len(wide)), self.spec.num_experts
+        made = wide, narrow, activation, *biases
+        return PackedExperts(*made, numbers=numbers, num_experts=num_experts)
 
     @property
     def asks_host(self) -> bool:
@@ -320,6 +322,10 @@ class ExpertLoad:
         if self._arrived is not None:
             self._arrived.record()
         return self._found
+
+
+def _biases(linears: Sequence[Linear]) -> list[torch.Tensor | None]:
+    return [linear.added_bias_O for linear in linears]
 
 
 def _packed(linears: Sequence[Linear]) -> list[PackedMatrix]:

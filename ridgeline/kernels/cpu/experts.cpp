@@ -38,7 +38,9 @@ struct Pass {  // over some tokens
   int64_t units_a_task;          // of the down products
 };
 
-// False if a number of an expert is out of range.
+bool is_here(const RlExperts& a, int64_t expert) { return a.gate_up[expert].codes; }
+
+// Of experts that are here. False if a number of an expert is out of range.
 bool sort_pairs(Pass& p) {
   const RlExperts& a = *p.args;
   const int64_t* first = a.chosen + p.begin * a.active;
@@ -50,11 +52,13 @@ bool sort_pairs(Pass& p) {
   }
   for (int64_t e = 0; e < a.experts; ++e) {
     if (a.load) a.load[e] += p.firsts[size_t(e) + 2];
+    if (!is_here(a, e)) p.firsts[size_t(e) + 2] = 0;
     p.firsts[size_t(e) + 2] += p.firsts[size_t(e) + 1];
   }
-  p.tokens.resize(size_t(pairs));
-  p.weights.resize(size_t(pairs));
+  p.tokens.resize(size_t(p.firsts.back()));
+  p.weights.resize(size_t(p.firsts.back()));
   for (int64_t i = 0; i < pairs; ++i) {
+    if (!is_here(a, first[i])) continue;
     size_t place = size_t(p.firsts[size_t(first[i]) + 1]++);
     p.tokens[place] = int32_t(i / a.active);
     p.weights[place] = a.weights[p.begin * a.active + i];
@@ -205,7 +209,7 @@ void down_task(void* raw, int task, int thread) {
 // share of the work; panels are taken in pairs.
 int64_t down_units(const Pass& p) {
   const RlMatrix& m = *p.args->down;
-  int64_t experts = int64_t(p.products.size()), panels = m.outputs / PANEL;
+  int64_t experts = std::max(int64_t(p.products.size()), int64_t(1)), panels = m.outputs / PANEL;
   int64_t by_threads = panels / (8 * pool_threads());
   bool is_many = int64_t(p.tokens.size()) >= MANY_ROWS * experts;
   int64_t wanted = is_many ? by_threads : TASK_BYTES / (experts * panel_lines(m) * LINE);
@@ -241,12 +245,12 @@ int run_pass(Pass& p) {
     char* of_threads = of_all_threads.at_least(thread_bytes * pool_threads() + 64);
     if (!prepared || !of_threads) return 3;
     place(p, prepared, of_threads, thread_bytes, is_shared);
-    prepare(p);
+    if (!p.products.empty()) prepare(p);
     p.units_a_task = is_down ? down_units(p) : 0;
     int64_t panels = a.down->outputs / PANEL;
     int64_t tasks = is_down ? (panels + p.units_a_task - 1) / p.units_a_task
-                            : p.products.back().tasks;
-    pool_run(int(tasks), is_down ? down_task : gate_up_task, &p);
+                            : p.products.empty() ? 0 : p.products.back().tasks;
+    if (tasks) pool_run(int(tasks), is_down ? down_task : gate_up_task, &p);
   }
   return 0;
 }

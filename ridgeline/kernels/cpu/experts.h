@@ -7,7 +7,8 @@
 
 // y = the sum over a token's experts of down(act(gate(x)) * up(x)) times their router weight, added
 // in float32 in the order of the experts' numbers and rounded once. The matrices of all experts are
-// alike, and their rows fill panels.
+// alike, and their rows fill panels. Experts whose matrices have no codes are elsewhere: they are
+// counted and not computed.
 struct RlExperts {
   const RlMatrix* gate_up;     // [X]
   const RlMatrix* down;        // [X]

@@ -68,7 +68,9 @@ class Route:
 
 
 class PackedExperts:
-    """Gate and up in one, and down, of each expert, all alike; a bias of each or of none."""
+    """Gate and up in one, and down, of each expert, all alike; a bias of each or of none. They are
+    those of these `numbers` of `num_experts`, by default all; who computes the others is not
+    known here."""
 
     def __init__(
         self,
@@ -77,16 +79,23 @@ class PackedExperts:
         activation: str,
         gate_up_bias: Sequence[torch.Tensor | None],
         down_bias: Sequence[torch.Tensor | None],
+        *,
+        numbers: Sequence[int] | None = None,
+        num_experts: int | None = None,
     ) -> None:
         for matrices in (gate_up, down):
             check(len(set(map(_form, matrices))) == 1, "matrices of experts are alike")
         check(gate_up[0].outputs == 2 * down[0].inputs, "gate and up are as wide as down reads")
         check(gate_up[0].outputs % (2 * PANEL) == 0, "gate and up are whole panels")
         check(down[0].outputs % PANEL == 0, "down has whole panels")
+        numbers = range(len(gate_up)) if numbers is None else numbers
         self.inputs, self.outputs = gate_up[0].inputs, down[0].outputs
-        self.num_experts, self.gate = len(gate_up), GATES[activation]
-        self.gate_up, self.down = _matrices(gate_up), _matrices(down)
-        self.gate_up_bias, self.down_bias = _biases(gate_up_bias), _biases(down_bias)
+        self.num_experts = len(gate_up) if num_experts is None else num_experts
+        self.gate = GATES[activation]
+        self.gate_up = _matrices(gate_up, numbers, self.num_experts)
+        self.down = _matrices(down, numbers, self.num_experts)
+        self.gate_up_bias = _biases(gate_up_bias, numbers, self.num_experts)
+        self.down_bias = _biases(down_bias, numbers, self.num_experts)
         biases = [bias for bias in (*gate_up_bias, *down_bias) if bias is not None]
         self.bias_dtype = 0 if not biases else native.DTYPES[biases[0].dtype]
         self._kept = gate_up, down, biases
@@ -176,17 +185,30 @@ def _form(matrix: PackedMatrix) -> tuple[object, ...]:
     return matrix.kind, matrix.group, matrix.outputs, matrix.inputs
 
 
-def _matrices(packed: Sequence[PackedMatrix]) -> ctypes.Array[MatrixArguments]:
-    return (MatrixArguments * len(packed))(*map(matrix_arguments, packed))
+def _matrices(
+    packed: Sequence[PackedMatrix], numbers: Sequence[int], num_experts: int
+) -> ctypes.Array[MatrixArguments]:
+    """By the experts' numbers; those of experts that are elsewhere have no codes."""
+    elsewhere = matrix_arguments(packed[0])
+    elsewhere.codes = None
+    found = (MatrixArguments * num_experts)(*(elsewhere,) * num_experts)
+    for number, matrix in zip(numbers, packed, strict=True):
+        found[number] = matrix_arguments(matrix)
+    return found
 
 
-def _biases(given: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p] | None:
-    found = [bias for bias in given if bias is not None]
+def _biases(
+    given: Sequence[torch.Tensor | None], numbers: Sequence[int], num_experts: int
+) -> ctypes.Array[ctypes.c_void_p] | None:
+    found = {n: bias for n, bias in zip(numbers, given, strict=True) if bias is not None}
     if not found:
         return None
-    is_right = len(found) == len(given) and all(bias.is_contiguous() for bias in found)
-    check(is_right and len({bias.dtype for bias in found}) == 1, "a bias of each expert")
-    return (ctypes.c_void_p * len(found))(*(bias.data_ptr() for bias in found))
+    is_right = len(found) == len(given) and all(bias.is_contiguous() for bias in found.values())
+    check(is_right and len({bias.dtype for bias in found.values()}) == 1, "a bias of each expert")
+    addresses = (ctypes.c_void_p * num_experts)()
+    for number, bias in found.items():
+        addresses[number] = bias.data_ptr()
+    return addresses
 
 
 def _address(array: ctypes.Array[ctypes.c_void_p] | None) -> int | None:

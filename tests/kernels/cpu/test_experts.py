@@ -145,3 +145,23 @@ def test_no_tokens() -> None:
     case = Case(Codes.BF16, tokens=0)
     got = packed_experts(case.x_TE, case.weights_TA, case.chosen_TA, case.experts())
     assert got.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 75])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_shares_add_up(tokens: int, has_bias: bool) -> None:
+    """Of ranks that hold whole experts: of the second one only expert 1, which is nobody's."""
+    case = Case(Codes.INT4, has_bias=has_bias, tokens=tokens)
+    total_TE = torch.zeros_like(case.x_TE)
+    for numbers in ([0, 3], [1], [2, 4, 5]):
+        matrices = [[of[n] for n in numbers] for of in (case.gate_up, case.down)]
+        biases = [[of[n] for n in numbers] for of in case.biases]
+        share = PackedExperts(
+            *matrices, case.activation, *biases, numbers=numbers, num_experts=EXPERTS
+        )
+        load_X = torch.zeros(EXPERTS, dtype=torch.int64)
+        got = packed_experts(case.x_TE, case.weights_TA, case.chosen_TA, share, load_X=load_X)
+        assert load_X.tolist() == torch.bincount(case.chosen_TA.flatten(), minlength=6).tolist()
+        assert bool(got.any()) == (numbers != [1])
+        total_TE += got
+    torch.testing.assert_close(total_TE, case.one_by_one(), rtol=1e-5, atol=1e-6)
