@@ -30,6 +30,7 @@ from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.build_ranks import check_cards, held_bytes, meet, open_ranks, start_ranks, watching
 from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_drafts
+from ridgeline.cost.expert_placement import exchange_price
 from ridgeline.cost.pricer import Pricer
 from ridgeline.costing import asked_drafts, draft_length_controller, engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
@@ -40,6 +41,7 @@ from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
+from ridgeline.executor.expert_balance import ExpertBalance
 from ridgeline.executor.grammar_masks import GrammarMasks
 from ridgeline.executor.group import GroupExecutor, GroupScorer, GroupWarmUp, WaveExecutor
 from ridgeline.executor.local import LocalExecutor
@@ -385,15 +387,19 @@ def _driver(
     warm_up = _warm_up(resolved, executor, controller, ranks, startup)
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned, controller)
-    group = None
+    group = balance = None
     if ranks is not None:
-        group = GroupExecutor(executor, ranks, placement.wave)
+        if config.expert_placement == "load":
+            size = executor.experts[0].expert_bytes * (placement.for_experts.size // resolved.ep)
+            price = exchange_price(pricer.setup, size)
+            balance = ExpertBalance(executor.experts, executor.expert_load, price, clock)
+        group = GroupExecutor(executor, ranks, placement.wave, balance)
         scorer = GroupScorer(mine.scorer, ranks)
     engine = Engine(scheduler, group or executor, clock, resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
     model_config = read_config(side.folder.path)
     header = engine_header(resolved, scheduler, pricer, model_config, draft_config)
-    run = _watched(engine, executor, header, pricer, learned, controller, log)
+    run = _watched(engine, executor, header, pricer, learned, controller, log, balance)
     if ranks is not None:
         run.ranks = ranks.status
     built = Built(
@@ -490,6 +496,7 @@ def _watched(
     learned: LearnedPricer,
     controller: DraftLengthController | None,
     log: LogFile | None,
+    balance: ExpertBalance | None,
 ) -> RunRecord:
     """The record of the run, with who listens: the event log first, then what learns of steps."""
     if log is not None:
@@ -497,6 +504,8 @@ def _watched(
         engine.listeners.append(recorder)
     run = RunRecord(header, pricer, cpu_s=process_seconds)
     run.expert_load = executor.expert_load.busiest
+    if balance is not None:
+        run.rank_load, run.num_exchanges = executor.expert_load.fullest, balance.done_so_far
     if engine.scheduler.policy.needs_promise:
         run.listeners.append(learned)
     if controller is not None:

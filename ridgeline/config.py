@@ -251,6 +251,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "together and divide the experts among all; for models with experts, on CPUs",
         ),
     ] = 1
+    expert_placement: Annotated[
+        str,
+        says(
+            "which experts a group of ranks has, with --ep: fixed: so many in a row; load: experts "
+            "change ranks between steps where a more even load is worth the bytes that move",
+            choices=("fixed", "load"),
+        ),
+    ] = "fixed"
     launcher: Annotated[
         str,
         says(

@@ -415,8 +415,24 @@ def _weights(
     return max(sum(item.bytes for item in of_stage) for of_stage in items)
 
 
+def _check_moves(config: EngineConfig) -> None:
+    """Raises ConfigError where no expert can change ranks."""
+    if config.ep == 1:
+        raise ConfigError(
+            "expert_placement is load, and with ep 1 every rank has a share of each expert; use ep"
+            " 2 or more, or expert_placement fixed"
+        )
+    if config.pp > 1:
+        raise ConfigError(
+            f"expert_placement load and pp {config.pp} are not served together yet: rank 0 counts"
+            " the tokens of its own stage alone; use expert_placement fixed or pp 1"
+        )
+
+
 def _collective(config: EngineConfig, kind: str, device: _Memory, decisions: _Decisions) -> str:
     """How ranks talk; empty for one rank."""
+    if config.expert_placement == "load":
+        _check_moves(config)
     if config.num_ranks == 1:
         return ""
     is_here = config.launcher_line.is_here
@@ -425,6 +441,9 @@ def _collective(config: EngineConfig, kind: str, device: _Memory, decisions: _De
         decisions.note("tp", config.tp, config.tp, f"each layer is shared by ranks {where}")
     if config.ep > 1:
         decisions.note("ep", config.ep, config.ep, "each expert is whole in one group of ranks")
+    if config.expert_placement == "load":
+        because = "experts change ranks where the price of their bytes is less than the gain"
+        decisions.note("expert_placement", "load", "load", because)
     if config.dp > 1:
         because = "each group of ranks attends for requests of its own, and all share the experts"
         decisions.note("dp", config.dp, config.dp, because)

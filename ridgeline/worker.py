@@ -33,6 +33,7 @@ from ridgeline.distributed.messages import (
     Build,
     Built,
     DecodeStep,
+    ExchangeExperts,
     Failed,
     Open,
     Opened,
@@ -165,6 +166,8 @@ def _work(link: DriverLink, rank: Rank) -> NoReturn:
                 drafts = command.draft_tokens
                 warm_up = warm_up_of(rank.resolved, executor, drafts, is_alone=False)
             warm_up.one()
+        elif isinstance(command, ExchangeExperts):
+            executor.exchange_experts(command.at, command.pairs)
         else:
             check(False, "a command in its place", got=type(command).__name__)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineLost
+from ridgeline.executor.group import GroupExecutor
+from ridgeline.executor.local import LocalExecutor
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
 from tests.test_families import CHOSEN, PROMPTS
@@ -101,6 +105,12 @@ def test_experts_beside_other_shares(
         ({"dp": 2, "model_type": "llama"}, "dp is 2; this model has no experts to divide"),
         ({"dp": 2, "ep": 3}, r"ep is 3; it must divide tp x dp \(2\)"),
         ({"dp": 2, "pp": 2}, "dp 2 and pp 2 are not served together yet; use dp 1 or pp 1"),
+        ({"tp": 2, "expert_placement": "load"}, "with ep 1 every rank has a share of each expert"),
+        ({"expert_placement": "load"}, "expert_placement is load, and with ep 1"),
+        (
+            {"tp": 2, "pp": 2, "ep": 2, "expert_placement": "load"},
+            "expert_placement load and pp 2 are not served together yet",
+        ),
         ({"dp": 2, "speculate": "ngram"}, "no captured step knows how .* leave out dp"),
     ],
 )
@@ -127,3 +137,71 @@ def test_every_family(family: str, shape: dict[str, Any], tmp_path: Path) -> Non
         got = llm.generate(PROMPTS, GREEDY, progress=False)
     want = [reference.greedy(prompt, 24) for prompt in PROMPTS]
     assert [list(one.token_ids) for one in got] == want
+
+
+SKEW = 8.0  # times as large are the router's numbers of the first experts
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [({"tp": 2}, "auto"), ({"dp": 2}, "int4-g32")],
+    ids=str,
+)
+def test_experts_change_ranks(shape: dict[str, Any], weights: str, tmp_path: Path) -> None:
+    """Of a router that likes two experts of one rank: tokens are those of one process before and
+    after, and the fullest rank has less to do."""
+    make_tiny_model(tmp_path, **MIXTRAL | {"num_local_experts": 6, "max_position_embeddings": 128})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("block_sparse_moe.gate.weight"):
+            tensor[:2] *= SKEW
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = OPTIONS | {"weight_format": weights}
+    with LLM(tmp_path, **options) as llm:
+        want = serve(llm.engine, requests(llm.spec.vocab_size), aborts=False)
+    little = LITTLE | ({"num_blocks": FEW} if "dp" in shape else {})
+    with LLM(tmp_path, **shape, ep=2, expert_placement="load", **little, **options) as llm:
+        group = llm.engine.executor
+        assert isinstance(group, GroupExecutor)
+        balance, local = group.balance, group.inner
+        assert balance is not None
+        assert isinstance(local, LocalExecutor)
+        before = [list(layer.groups) for layer in local.experts]
+        assert serve(llm.engine, requests(llm.spec.vocab_size), aborts=False) == want
+        assert balance.done_so_far() == 0  # so few steps decide nothing
+        local.expert_load.counts()
+        full = local.expert_load.fullest()
+        balance.period = 10
+        assert serve(llm.engine, requests(llm.spec.vocab_size), aborts=False) == want
+        assert balance.done_so_far() > 0
+        assert [list(layer.groups) for layer in local.experts] != before
+        local.expert_load.counts()
+        now = local.expert_load.fullest()
+        assert max(full) > 1.15
+        assert max(now) < max(full) - 0.1
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_while_experts_change_ranks(folder: Path, end: signal.Signals) -> None:
+    """In the middle of it: both have said how much they send. The group ends, and says which rank
+    it was."""
+    with LLM(folder, tp=2, ep=2, expert_placement="load", **LITTLE, **OPTIONS) as llm:
+        group, ranks = llm.engine.executor, llm.built.ranks
+        assert isinstance(group, GroupExecutor)
+        assert ranks is not None
+        assert group.balance is not None
+        hello = ranks._members[1].hello
+        assert hello is not None
+        pid, collective = hello.pid, group.inner.experts[0].placement.collective
+        assert collective is not None
+        broadcast, ranks.overdue_s = collective.broadcast, 1.0
+
+        def ends(x: torch.Tensor, source: int) -> torch.Tensor:
+            os.kill(pid, end)
+            return broadcast(x, source)
+
+        collective.broadcast = ends  # type: ignore[method-assign]
+        group.balance.next = lambda: (0, [(0, 3)])  # type: ignore[method-assign]
+        words = r"rank 1 \(host .*, pid \d+\) (has ended \(exit code -9\)|does not answer)"
+        with pytest.raises(EngineLost, match=words):
+            llm.generate([[5, 6, 7]], GREEDY, progress=False)

@@ -139,6 +139,13 @@ class Prepare(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
     draft_tokens: tuple[int, ...]
 
 
+class ExchangeExperts(msgspec.Struct, tag="exchange", array_like=True, frozen=True):
+    """Pairs of experts of a layer, by its place among those with experts, change ranks."""
+
+    at: int
+    pairs: tuple[tuple[int, int], ...]
+
+
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     """What are you at? The answer is Answer with the same number."""
 
@@ -179,7 +186,10 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     is_asked: bool = False
 
 
-Command = Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Prepare | Ask
+Command = (
+    Welcome | Refused | Challenge | Open | Build | Step | DecodeStep | Score | Prepare
+    | ExchangeExperts | Ask
+)  # fmt: skip
 Said = Hello | Opened | Built | Answer | Sampled | Result | Failed
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

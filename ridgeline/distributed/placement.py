@@ -154,12 +154,13 @@ class Placement:
         size = every.size // self.ep
         return Placement(every.rank % size, size, None if size == 1 else Partial())
 
-    def shard_experts(self, num_experts: int) -> Shard:
-        """Those of this rank's group."""
+    def shard_experts(self, num_experts: int, group: int | None = None) -> Shard:
+        """Those of this rank's group, or of that one."""
         if num_experts < self.ep:
             raise ConfigError(f"ep is {self.ep}; {num_experts} experts are for at most as many")
         every = self.for_experts
-        return shard(num_experts, every.rank * self.ep // every.size, self.ep)
+        group = every.rank * self.ep // every.size if group is None else group
+        return shard(num_experts, group, self.ep)
 
     def shard_rows(self, total: int) -> Shard:
         """A share of ceil(total / size) rows, shorter or empty at the end."""

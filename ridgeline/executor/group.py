@@ -10,20 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from ridgeline.distributed.agreement import Digest
 from ridgeline.distributed.links import Ranks
-from ridgeline.distributed.messages import Command, Prepare, Score, step_message
+from ridgeline.distributed.messages import (
+    Command,
+    ExchangeExperts,
+    Prepare,
+    Score,
+    step_message,
+)
 from ridgeline.distributed.wave import Wave
 from ridgeline.errors import EngineFault
+from ridgeline.executor.expert_balance import ExpertBalance
 from ridgeline.executor.future import Failed
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import WarmUp
-from ridgeline.layers.experts import Experts
 from ridgeline.step import KnowsEnd, StepFuture, StepPlan, StepResult, WaveCutter
 
 
@@ -31,18 +36,13 @@ class WaveExecutor(LocalExecutor):
     """Runs the part of each step that one group of ranks has. No step is captured and nothing is
     drafted."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        layers = (layer.feed_forward for layer in self._decoder.layers)
-        self._experts = [layer for layer in layers if isinstance(layer, Experts)]
-
     def _run(self, plan: StepPlan) -> StepFuture:
         future = super()._run(plan)
         if not plan.scheduled:  # the others wait for this group's experts all the same
             decoder = self._decoder
             shape = (0, decoder.spec.hidden_size)
             no_TE = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-            for layer in self._experts:
+            for layer in self.experts:
                 layer.of(no_TE)
         return future
 
@@ -50,8 +50,14 @@ class WaveExecutor(LocalExecutor):
 class GroupExecutor:
     """A step that fails on one rank leaves the others in the middle of it: EngineLost."""
 
-    def __init__(self, inner: LocalExecutor, ranks: Ranks, wave: Wave | None = None) -> None:
-        self.inner = inner
+    def __init__(
+        self,
+        inner: LocalExecutor,
+        ranks: Ranks,
+        wave: Wave | None = None,
+        balance: ExpertBalance | None = None,
+    ) -> None:
+        self.inner, self.balance = inner, balance
         self.num_blocks = inner.num_blocks
         self.block_size = inner.block_size
         self._ranks, self._wave = ranks, wave
@@ -63,6 +69,8 @@ class GroupExecutor:
     def submit(self, plan: StepPlan) -> StepFuture:
         ranks = self._ranks
         ranks.check()
+        if self.balance is not None and (due := self.balance.next()) is not None:
+            self._exchange(self.balance, *due)
         with ranks.waiting():
             own = self._send(plan)
             ranks.whereabouts.begin(plan.step_id)
@@ -74,6 +82,19 @@ class GroupExecutor:
 
     def _has_come(self, step_id: int) -> None:
         self._known = max(self._known, step_id)
+
+    def _exchange(self, balance: ExpertBalance, at: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """A rank that ends meanwhile ends the group, as in a step."""
+        ranks = self._ranks
+        ranks.send(ExchangeExperts(at, tuple(pairs)))
+        try:
+            with ranks.waiting():
+                moved = self.inner.exchange_experts(at, pairs)
+            ranks.check()
+        except (EngineFault, RuntimeError) as error:
+            ranks.raise_lost(str(error).partition("\n")[0])
+            raise
+        balance.done(at, pairs, moved=moved)
 
     def _send(self, plan: StepPlan) -> StepPlan:
         """To each of the others its part of it; returns that of rank 0."""

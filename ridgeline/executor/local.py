@@ -93,7 +93,7 @@ class LocalExecutor:
         self.max_model_len = max_model_len
         self._decoder = decoder
         experts = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, Experts)]
-        self.expert_load = ExpertLoad(experts, decoder.device)
+        self.experts, self.expert_load = experts, ExpertLoad(experts, decoder.device)
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
         most_drafts = 0 if drafting is None else drafting.method.max_draft_tokens
@@ -163,6 +163,13 @@ class LocalExecutor:
             raise
         except Exception as error:
             return Failed(str(self._fault(plan, error)))
+
+    def exchange_experts(self, at: int, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Pairs of experts of the layer of this place among those with experts change ranks,
+        behind all steps that were submitted. False: they cannot, and none has moved."""
+        with torch.inference_mode():
+            moved = [self.experts[at].exchange(*pair) for pair in pairs]
+        return all(moved)
 
     @property
     def decode_graphs(self) -> DecodeGraphs | None:

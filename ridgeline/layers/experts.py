@@ -12,15 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
+from zlib import crc32
 
 import torch
 
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
+from ridgeline.cost.expert_placement import group_loads
 from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.experts import PackedExperts, packed_experts
 from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
 from ridgeline.kernels.quantized_matrix import Parameters
+from ridgeline.layers.expert_exchange import adopt_bytes, form, to_bytes
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
@@ -112,7 +117,9 @@ class Experts:
         self.experts: list[FeedForward] = []
         self.slices = 0  # behind the others, of the shared experts
         own = placement.shard_experts(spec.num_experts)
-        self.first = own.start  # of the experts that this rank has
+        self.numbers = list(range(own.start, own.start + own.length))  # of those here, in order
+        shares = (placement.shard_experts(spec.num_experts, g) for g in range(placement.ep))
+        self.groups = [group for group, one in enumerate(shares) for _ in range(one.length)]
         divided = placement.of_experts
         linear_of = partial(linear, placement=divided)
         for expert in range(own.start, own.start + own.length):
@@ -165,13 +172,11 @@ class Experts:
             return None
         gate_up, down = [one.gate_up for one in self.experts], [one.down for one in self.experts]
         wide, narrow = _packed(gate_up), _packed(down)
-        activation = self.spec.activation
+        activation, num_experts = self.spec.activation, self.spec.num_experts
         if not (wide and narrow and PackedExperts.takes(wide[0], narrow[0], activation)):
             return None
-        biases = _biases(gate_up), _biases(down)
-        numbers, num_experts = range(self.first, self.first + len(wide)), self.spec.num_experts
-        made = wide, narrow, activation, *biases
-        return PackedExperts(*made, numbers=numbers, num_experts=num_experts)
+        made = wide, narrow, activation, _biases(gate_up), _biases(down)
+        return PackedExperts(*made, numbers=self.numbers, num_experts=num_experts)
 
     @property
     def asks_host(self) -> bool:
@@ -238,12 +243,11 @@ class Experts:
         tokens = order.div_(self.spec.num_active, rounding_mode="floor")
         out_TE = torch.zeros_like(x_TE)
         counts = counts_X.tolist()
-        begin = sum(counts[: self.first])
-        for expert, count in enumerate(counts[self.first :][: len(self.experts)]):
-            if count:
-                rows = slice(begin, begin + count)
-                self._add(expert, x_TE, tokens[rows], weights[rows], out_TE)
-                begin += count
+        ends = list(accumulate(counts))
+        for number, place in sorted(zip(self.numbers, range(len(self.numbers)), strict=True)):
+            if counts[number]:
+                rows = slice(ends[number] - counts[number], ends[number])
+                self._add(place, x_TE, tokens[rows], weights[rows], out_TE)
         return out_TE
 
     def _grouped(
@@ -283,6 +287,47 @@ class Experts:
             out_TE.index_add_(0, tokens, y)
 
     @property
+    def expert_bytes(self) -> int:
+        """Of one of those here: what an exchange moves."""
+        return sum(t.nbytes for linear in self.experts[0].linears for t in linear.tensors())
+
+    def exchange(self, first: int, second: int) -> bool:
+        """Two experts of two groups change places; every rank calls this between the same steps.
+        False: this layer's experts are kept in several forms, and nothing has moved."""
+        every, away = self.placement.for_experts, self.numbers
+        if (ranks := every.collective) is None:
+            raise InternalError("experts of one rank change places")
+        place = next((at for at, n in enumerate(away) if n in (first, second)), None)
+        mine = [] if place is None else self.experts[place].linears
+        given_B = to_bytes(mine) if mine else self.experts[0].down.tensors()[0].new_empty(0)
+        forms = repr({form(one.linears) for one in self.experts}).encode()
+        told = torch.tensor([crc32(forms), len(given_B)])
+        said = [one.tolist() for one in ranks.all_gather(told)]
+        if len({found for found, _ in said}) > 1:
+            return False
+        most, width = max(size for _, size in said), every.size // every.ep
+        taken_B: torch.Tensor | None = None
+        for number in (first, second):
+            for source in range(self.groups[number] * width, (self.groups[number] + 1) * width):
+                sent_B = torch.zeros(most, dtype=torch.uint8, device=given_B.device)
+                if source == every.rank:
+                    sent_B[: len(given_B)] = given_B
+                sent_B = ranks.broadcast(sent_B, source)
+                is_for_us = place is not None and away[place] != number
+                if is_for_us and source % width == every.rank % width:
+                    taken_B = sent_B[: said[source][1]]
+        if place is not None and taken_B is not None:
+            adopt_bytes(mine, taken_B)
+            away[place] = first + second - away[place]
+        groups = self.groups
+        groups[first], groups[second] = groups[second], groups[first]
+        if (packed := self.packed) is not None:  # recorded steps know where these are
+            gate_up, down = [e.gate_up for e in self.experts], [e.down for e in self.experts]
+            biases = _biases(gate_up), _biases(down)
+            packed.place(self.numbers, _packed(gate_up), _packed(down), *biases)
+        return True
+
+    @property
     def linears(self) -> list[Linear]:
         shared = [] if self.shared is None else self.shared.linears
         every = (linear for e in self.experts for linear in e.linears)
@@ -308,20 +353,34 @@ class ExpertLoad:
         is_apart = device.type == "cuda" and len(layers) > 0
         self._read_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_apart)
         self._arrived = torch.cuda.Event() if is_apart else None  # type: ignore[no-untyped-call]
-        self._found = (0.0,) * len(layers)
+        self._layers = layers
+        self._found = [[0] * size for size in self._sizes]
 
-    def busiest(self) -> tuple[float, ...]:
-        """Of each layer the tokens of its busiest expert over those of its mean one; 0 before any
-        came. As the call before this one found them: the next figures are asked for now."""
+    def counts(self) -> list[list[int]]:
+        """Tokens of each expert by layer. As the call before this one found them: the next figures
+        are asked for now."""
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return self._found
         both = zip(self._read_LX.tolist(), self._sizes, strict=True)
-        rows = [row[:size] for row, size in both]  # those that are chosen
-        self._found = tuple(max(row) * len(row) / max(1, sum(row)) for row in rows)
+        self._found = [row[:size] for row, size in both]  # those that are chosen
         self._read_LX.copy_(self._counts_LX, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
         return self._found
+
+    def busiest(self) -> tuple[float, ...]:
+        """Of each layer the tokens of its busiest expert over those of its mean one; 0 before any
+        came."""
+        return tuple(max(row) * len(row) / max(1, sum(row)) for row in self.counts())
+
+    def fullest(self) -> tuple[float, ...]:
+        """Of each layer the tokens, since the start, of the experts that are now in its fullest
+        group of ranks over those of a mean one; 0 before any came."""
+        loads = (
+            group_loads(row, layer.groups, layer.placement.ep)
+            for row, layer in zip(self.counts(), self._layers, strict=True)
+        )
+        return tuple(max(one) * len(one) / max(1, sum(one)) for one in loads)
 
 
 def _biases(linears: Sequence[Linear]) -> list[torch.Tensor | None]:

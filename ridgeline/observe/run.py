@@ -114,6 +114,8 @@ class Run(Listener):
         # Of each layer with experts: tokens of the busiest one over those of the mean one.
         self.expert_load: Callable[[], tuple[float, ...]] = tuple
         self.ranks: Callable[[], tuple[RankStatus, ...]] = tuple  # of a group
+        self.rank_load: Callable[[], tuple[float, ...]] = tuple
+        self.num_exchanges: Callable[[], int] = int
         self.computes_in_submit = computes_in_submit
         self.last_ended = 0.0
         # Of all steps that were collected, priced or not; they only rise, but `last_failed`.

@@ -26,6 +26,7 @@ class GaugeReader:
         self._memory_used = 0
         self._expert_load: tuple[float, ...] = ()
         self._ranks: tuple[RankStatus, ...] = ()
+        self._rank_load: tuple[float, ...] = ()
 
     def read(self) -> Gauges:
         scheduler, run = self._scheduler, self._run
@@ -45,6 +46,8 @@ class GaugeReader:
             costs=_costs(run.totals) if run.is_priced else None,
             expert_load=self._expert_load,
             ranks=self._ranks,
+            rank_load=self._rank_load,
+            num_expert_exchanges=run.num_exchanges(),
         )
 
     def _device_memory(self) -> int:
@@ -54,6 +57,7 @@ class GaugeReader:
             self._memory_used = self._device.memory_total() - self._device.memory_free()
             self._expert_load = self._run.expert_load()
             self._ranks = self._run.ranks()
+            self._rank_load = self._run.rank_load()
         return self._memory_used
 
 

@@ -34,6 +34,7 @@ IDLE_S = 1.0  # between two records while nothing happens
 WINDOW_S = 5.0  # of which latencies are told
 MAX_REQUESTS = 48  # that a record lists
 REPLAY_S = 10.0  # at most, of one
+NOT_SHOWN = ("costs", "expert_load", "ranks", "rank_load", "num_expert_exchanges")
 REST = 4.0  # times what a replay took, until the next one may begin
 
 # The JSON of /lab/live/what-if from evidence and a setting; the last says that nobody waits for it.
@@ -255,7 +256,7 @@ class Live:
             {
                 name: getattr(gauges, name)
                 for name in gauges.__struct_fields__
-                if name not in ("costs", "expert_load", "ranks")
+                if name not in NOT_SHOWN
             },
             traffic.num_requests,
             traffic.num_output_tokens,

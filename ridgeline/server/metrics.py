@@ -364,6 +364,18 @@ MEMORY = (
         "layer",
     ),
     _gauge(
+        "fullest_rank_load",
+        "Tokens, since the start, of the experts that are now on the fullest rank for each token "
+        "of those on the mean one, of each layer with experts; with --expert-placement load alone.",
+        lambda seen: {(str(at),): load for at, load in enumerate(seen.gauges.rank_load)},
+        "layer",
+    ),
+    _counter(
+        "expert_exchanges_total",
+        "Pairs of experts that have changed ranks.",
+        lambda seen: seen.gauges.num_expert_exchanges,
+    ),
+    _gauge(
         "device_memory_bytes",
         "Bytes of memory that the engine's device has.",
         lambda seen: 0 if seen.ready is None else seen.ready.device_memory_total,

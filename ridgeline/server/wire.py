@@ -199,6 +199,8 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     costs: StepCosts | None = None
     expert_load: tuple[float, ...] = ()  # of each layer with experts, the busiest over the mean one
     ranks: tuple[RankStatus, ...] = ()
+    rank_load: tuple[float, ...] = ()  # the same of groups of ranks, where experts may change them
+    num_expert_exchanges: int = 0
 
 
 class Cost(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -43,6 +43,7 @@ ENGINE_ARGV = {
     "threads": "2",
     "tp": "2",
     "ep": "2",
+    "expert_placement": "load",
     "dp": "2",
     "pp": "3",
     "launcher": "join",

@@ -83,19 +83,35 @@ class PackedExperts:
         numbers: Sequence[int] | None = None,
         num_experts: int | None = None,
     ) -> None:
+        self.num_experts = len(gate_up) if num_experts is None else num_experts
+        self.inputs, self.outputs = gate_up[0].inputs, down[0].outputs
+        self.gate = GATES[activation]
+        self.gate_up, self.down = ((MatrixArguments * self.num_experts)() for _ in range(2))
+        has_bias = any(bias is not None for bias in (*gate_up_bias, *down_bias))
+        made = [(ctypes.c_void_p * self.num_experts)() if has_bias else None for _ in range(2)]
+        self.gate_up_bias, self.down_bias = made
+        self.bias_dtype = 0
+        numbers = range(len(gate_up)) if numbers is None else numbers
+        self.place(numbers, gate_up, down, gate_up_bias, down_bias)
+
+    def place(
+        self,
+        numbers: Sequence[int],
+        gate_up: Sequence[PackedMatrix],
+        down: Sequence[PackedMatrix],
+        gate_up_bias: Sequence[torch.Tensor | None],
+        down_bias: Sequence[torch.Tensor | None],
+    ) -> None:
+        """From now on the experts here are these, in recorded steps too."""
         for matrices in (gate_up, down):
             check(len(set(map(_form, matrices))) == 1, "matrices of experts are alike")
         check(gate_up[0].outputs == 2 * down[0].inputs, "gate and up are as wide as down reads")
         check(gate_up[0].outputs % (2 * PANEL) == 0, "gate and up are whole panels")
         check(down[0].outputs % PANEL == 0, "down has whole panels")
-        numbers = range(len(gate_up)) if numbers is None else numbers
-        self.inputs, self.outputs = gate_up[0].inputs, down[0].outputs
-        self.num_experts = len(gate_up) if num_experts is None else num_experts
-        self.gate = GATES[activation]
-        self.gate_up = _matrices(gate_up, numbers, self.num_experts)
-        self.down = _matrices(down, numbers, self.num_experts)
-        self.gate_up_bias = _biases(gate_up_bias, numbers, self.num_experts)
-        self.down_bias = _biases(down_bias, numbers, self.num_experts)
+        _place(self.gate_up, numbers, gate_up)
+        _place(self.down, numbers, down)
+        _place_biases(self.gate_up_bias, numbers, gate_up_bias)
+        _place_biases(self.down_bias, numbers, down_bias)
         biases = [bias for bias in (*gate_up_bias, *down_bias) if bias is not None]
         self.bias_dtype = 0 if not biases else native.DTYPES[biases[0].dtype]
         self._kept = gate_up, down, biases
@@ -185,30 +201,29 @@ def _form(matrix: PackedMatrix) -> tuple[object, ...]:
     return matrix.kind, matrix.group, matrix.outputs, matrix.inputs
 
 
-def _matrices(
-    packed: Sequence[PackedMatrix], numbers: Sequence[int], num_experts: int
-) -> ctypes.Array[MatrixArguments]:
+def _place(
+    into: ctypes.Array[MatrixArguments], numbers: Sequence[int], packed: Sequence[PackedMatrix]
+) -> None:
     """By the experts' numbers; those of experts that are elsewhere have no codes."""
     elsewhere = matrix_arguments(packed[0])
     elsewhere.codes = None
-    found = (MatrixArguments * num_experts)(*(elsewhere,) * num_experts)
+    into[:] = [elsewhere] * len(into)
     for number, matrix in zip(numbers, packed, strict=True):
-        found[number] = matrix_arguments(matrix)
-    return found
+        into[number] = matrix_arguments(matrix)
 
 
-def _biases(
-    given: Sequence[torch.Tensor | None], numbers: Sequence[int], num_experts: int
-) -> ctypes.Array[ctypes.c_void_p] | None:
+def _place_biases(
+    into: ctypes.Array[ctypes.c_void_p] | None,
+    numbers: Sequence[int],
+    given: Sequence[torch.Tensor | None],
+) -> None:
     found = {n: bias for n, bias in zip(numbers, given, strict=True) if bias is not None}
-    if not found:
-        return None
+    if into is None or not found:
+        return
     is_right = len(found) == len(given) and all(bias.is_contiguous() for bias in found.values())
     check(is_right and len({bias.dtype for bias in found.values()}) == 1, "a bias of each expert")
-    addresses = (ctypes.c_void_p * num_experts)()
     for number, bias in found.items():
-        addresses[number] = bias.data_ptr()
-    return addresses
+        into[number] = bias.data_ptr()
 
 
 def _address(array: ctypes.Array[ctypes.c_void_p] | None) -> int | None:
