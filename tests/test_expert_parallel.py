@@ -18,6 +18,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError, EngineLost
 from ridgeline.executor.group import GroupExecutor
 from ridgeline.executor.local import LocalExecutor
+from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
 from tests.test_families import CHOSEN, PROMPTS
@@ -205,3 +206,40 @@ def test_a_rank_that_ends_while_experts_change_ranks(folder: Path, end: signal.S
         words = r"rank 1 \(host .*, pid \d+\) (has ended \(exit code -9\)|does not answer)"
         with pytest.raises(EngineLost, match=words):
             llm.generate([[5, 6, 7]], GREEDY, progress=False)
+
+
+WHOLE = {"dp": 2, "ep": 2}  # attention and each expert are whole: every format rounds as one rank
+GROUPED = {"dp": 2}  # experts are cut, into whole groups of 32
+FORMATS = [
+    *[(WHOLE, name, "auto") for name in WEIGHT_FORMATS if name not in ("auto", "checkpoint")],
+    *[(WHOLE, "int4", name) for name in KV_FORMATS if name != "auto"],
+    *[(GROUPED, name, "auto") for name in ("plain", "int4-g32", "int4-g32-asym")],
+    (GROUPED, "plain", "int8"),
+]
+FAST = (WHOLE, "fp8", "auto"), (GROUPED, "int4-g32", "auto"), (WHOLE, "int4", "int8")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of whole groups and blocks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_local_experts": 4}
+    return make_tiny_model(tmp_path_factory.mktemp("wide"), **MIXTRAL | sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights", "kv"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow], id=str(case))
+        for case in FORMATS
+    ],
+)
+def test_groups_of_ranks_in_every_format(
+    wide: Path, shape: dict[str, Any], weights: str, kv: str
+) -> None:
+    options = OPTIONS | {"weight_format": weights, "kv_cache_dtype": kv, "num_blocks": 64}
+    prompts = [[1 + number * 7 % 250, 5, 9, 2 + number] for number in range(6)]
+    with LLM(wide, **options) as llm:
+        want = llm.generate(prompts, GREEDY, progress=False)
+    with LLM(wide, **shape, **options) as llm:
+        got = llm.generate(prompts, GREEDY, progress=False)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
