@@ -157,8 +157,15 @@ def meet(ranks: Ranks, resolved: ResolvedConfig, config: EngineConfig) -> Placem
     if problem:
         raise problem[0]
     ranks.agreement = Agreement(groups_of(resolved))
-    if (collective := placement[0].collective) is not None:
-        ranks.abandon = collective.abandon
+    wave = placement[0].wave
+    every = placement[0].collective, None if wave is None else wave.collective
+    found = [collective for collective in every if collective is not None]
+
+    def abandon() -> None:
+        for collective in found:
+            collective.abandon()
+
+    ranks.abandon = abandon
     return placement[0]
 
 

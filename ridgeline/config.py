@@ -248,7 +248,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count,
         says(
             "groups of tp ranks, each with a cache and requests of its own, that take every step "
-            "together and divide the experts among all; for models with experts, on CPUs",
+            "together and divide the experts among all; for models with experts",
         ),
     ] = 1
     expert_placement: Annotated[

@@ -377,16 +377,13 @@ def _cut(
     """Stages of which the slowest is fastest in a usual step, among those that fit; none without a
     pipeline. ConfigError for more ranks than there is something to divide among."""
     Layout(tp=config.tp, ep=config.ep, dp=config.dp).check(spec)
-    if config.dp > 1 and kind != "cpu":
-        raise ConfigError(f"dp {config.dp} is served on CPUs alone, not on {kind}; use dp 1")
     if config.pp == 1:
         return ()
-    if kind != "cpu":
-        raise ConfigError(f"pp {config.pp} is served on CPUs alone, not on {kind}; use pp 1")
     if config.pp > spec.num_layers:
         raise ConfigError(f"pp is {config.pp}; the model has only {spec.num_layers} layers")
     free = min(device.free, int(device.total * config.memory_utilization))
-    figures = unknown_device("", is_cpu=True, threads=config.threads or 1, memory_bytes=free)
+    is_cpu = kind == "cpu"
+    figures = unknown_device("", is_cpu=is_cpu, threads=config.threads or 1, memory_bytes=free)
     precision = Precision(dtype, weight_format, config.kv_cache_dtype)
     layout = Layout(tp=config.tp, pp=config.pp, ep=config.ep, dp=config.dp)
     least = replace(ONE_REQUEST, max_model_len=config.max_model_len or 1, utilization=1.0)

@@ -30,10 +30,10 @@ MAX_LINES = {
     "cost": 5_965,  # which experts change ranks
     "demo": 40,
     "devices": 537,
-    "distributed": 2_165,  # gloo, shared memory; links to ranks, who starts them, who is stuck
+    "distributed": 2_180,  # gloo, shared memory; links to ranks, who starts them, who is stuck
     "evaluation": 745,
     "executor": 3_800,  # masks of tokens
-    "kernels": 23_720,  # experts in grouped products; latent attention; sums of ranks
+    "kernels": 23_850,  # experts in grouped products; latent attention; sums of ranks
     # Without the modules of pages; models by a pasted config, a led block pool, fleets, a judge.
     "lab": 1_859,  # the last minutes of traffic under another setting
     "kvcache": 485,  # latent vectors, one for all heads

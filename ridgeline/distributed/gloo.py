@@ -88,11 +88,13 @@ class Gloo(Collective):
         self._group.broadcast([x], options).wait()
         return x
 
+    # gloo sends host memory alone: what is on a GPU goes by way of it.
+
     def send(self, x: torch.Tensor, to: int) -> None:
-        self._group.send([x.contiguous()], to, 0).wait()
+        self._group.send([x.contiguous().cpu()], to, 0).wait()
 
     def post(self, x: torch.Tensor, to: int) -> Callable[[], None]:
-        kept = x.contiguous()
+        kept = x.contiguous().cpu()
         work = self._group.send([kept], to, 0)
 
         def wait() -> None:
@@ -102,7 +104,10 @@ class Gloo(Collective):
         return wait
 
     def recv(self, into: torch.Tensor, source: int) -> None:
-        self._group.recv([into], source, 0).wait()
+        there = into.cpu() if into.is_cuda else into
+        self._group.recv([there], source, 0).wait()
+        if there is not into:
+            into.copy_(there)
 
     def close(self) -> None:
         self._group.shutdown()

@@ -71,23 +71,26 @@ class StageExecutor(LocalExecutor):
 
     def _sample(self, sampling: SamplingStep, logits_RV: torch.Tensor) -> Answered:
         answer = super()._sample(sampling, logits_RV)
+        is_apart = self._decoder.device.type == "cuda"
+        if is_apart:  # what is fetched is there only then, and not for long
+            torch.cuda.current_stream(self._decoder.device).synchronize()
         for tensor in _tensors(answer):
-            self._pipeline.give_back(self._step_id, tensor)
+            self._pipeline.give_back(self._step_id, tensor.clone() if is_apart else tensor)
         return answer
 
     def _room_for(self, sampling: SamplingStep) -> Answered:
-        """As large as what the last stage will send."""
-        where, wanted = self._decoder.device, sampling.kept.batch.logprobs
-        ids_R = torch.empty(len(sampling.kept.rows), dtype=torch.int64, device=where)
+        """As large as what the last stage will send, on the host."""
+        wanted = sampling.kept.batch.logprobs
+        ids_R = torch.empty(len(sampling.kept.rows), dtype=torch.int64)
         if wanted is None:
             return ids_R, None
         num = len(wanted.rows)
         top = num, min(max(wanted.top_ks), self._decoder.spec.vocab_size)
         tensors = LogprobTensors(
-            torch.empty(num, device=where),
-            torch.empty(num, dtype=torch.int64, device=where),
-            torch.empty(top, device=where),
-            torch.empty(top, dtype=torch.int64, device=where),
+            torch.empty(num),
+            torch.empty(num, dtype=torch.int64),
+            torch.empty(top),
+            torch.empty(top, dtype=torch.int64),
         )
         return ids_R, SampledLogprobs(wanted.rows, wanted.top_ks, tensors)
 
@@ -100,7 +103,7 @@ class StageExecutor(LocalExecutor):
                 self._pipeline.take_back(tensor)
             ids_R = answer[0]
             if isinstance(ids_R, torch.Tensor):
-                known_R = ids_R.clamp(min=0)
+                known_R = ids_R.clamp(min=0).to(self._decoder.device)
                 self._rows.last_ids_N.index_copy_(0, sampling.kept.slots_R, known_R)
 
     def _pending(
