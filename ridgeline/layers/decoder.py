@@ -403,7 +403,7 @@ class Decoder:
 
         `num_layers`: by the first layers alone, the final norm and the output matrix."""
         hidden = self._forward(batch, kv, num_layers)
-        return self.lm_head.logits_into(hidden.last_of(last_of), self.norm, out_RV)
+        return self.lm_head.logits_into(hidden.last_of(last_of).normed(self.norm), out_RV)
 
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, kv: KVCache) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.cpu.packed_linear import gather, has_shares
-from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.piece import Piece
 from ridgeline.quantization import WeightFormat
 
@@ -73,23 +72,22 @@ class VocabularyMatrix:
         packed = self.format.packed(self.parameters)
         if packed is not None and has_shares():
             found = gather(packed, token_ids_T, self.dtype, first=self.rows.start)
-            return self.placement.all_reduce(self._scaled(found))
+            if self._scale != 1.0:
+                found.mul_(self._scale)
+            return self.placement.all_reduce(found)
         local = token_ids_T - self.rows.start
         elsewhere = (local < 0) | (local >= self.rows.length)
         found = self._rows_of(local.masked_fill(elsewhere, 0))
         return self.placement.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
-    def logits_into(self, hidden: Hidden, norm: RMSNorm, out_TV: torch.Tensor) -> torch.Tensor:
-        """Of the normed states, [T, V] into `out_TV` (float32), on every rank."""
-        return self._into(hidden.normed(norm), out_TV)
-
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32, on every rank."""
         shape = len(hidden_RE), self.vocab_size
         out_RV = torch.empty(shape, dtype=torch.float32, device=hidden_RE.device)
-        return self._into(hidden_RE.contiguous(), out_RV)
+        return self.logits_into(hidden_RE.contiguous(), out_RV)
 
-    def _into(self, hidden_RE: torch.Tensor, out_RV: torch.Tensor) -> torch.Tensor:
+    def logits_into(self, hidden_RE: torch.Tensor, out_RV: torch.Tensor) -> torch.Tensor:
+        """The same into `out_RV` (float32), which may have fewer columns than V."""
         if self.placement.size == 1:
             return self._capped(self.format.linear_into(hidden_RE, self.parameters, out_RV))
         shape = len(hidden_RE), -(-self.vocab_size // self.placement.size)
@@ -99,9 +97,7 @@ class VocabularyMatrix:
         return out_RV
 
     def _rows_of(self, local_T: torch.Tensor) -> torch.Tensor:
-        return self._scaled(self.format.rows(self.parameters, local_T, self.dtype))
-
-    def _scaled(self, rows_TE: torch.Tensor) -> torch.Tensor:
+        rows_TE = self.format.rows(self.parameters, local_T, self.dtype)
         return rows_TE if self._scale == 1.0 else rows_TE.mul_(self._scale)
 
     def _capped(self, logits_TV: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ from ridgeline.architectures.shares import (
 )
 from ridgeline.distributed.placement import Collective, Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
-from ridgeline.layers.hidden import Hidden
 from tests.layers.driving import Driver, TensorDict, build_decoder
 from tests.layers.reference_models import ReferenceModel, tiny_config
 
@@ -133,7 +132,7 @@ def test_logits_of_captured_steps_are_gathered() -> None:
         decoder.randomize(3)
         states = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(1))
         states, few = states.to(decoder.device), torch.empty(5, 60, device=decoder.device)
-        decoder.lm_head.logits_into(Hidden(states.clone()), decoder.norm, few)
+        decoder.lm_head.logits_into(decoder.norm(states), few)
         return few, decoder.logits(states)
 
     few, whole = work(Placement())

@@ -18,7 +18,6 @@ from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, WeightFormatLine, served
 from ridgeline.kernels.cpu import native
 from ridgeline.layers.decoder import Decoder
-from ridgeline.layers.hidden import Hidden
 from ridgeline.quantization import open_vocabulary_format, weight_layouts
 from tests.distributed.alone import Alone
 from tests.layers.driving import build_decoder
@@ -96,7 +95,7 @@ def test_look_ups_and_logits_are_of_one_matrix(
     assert error < 0.012**2
     into = torch.empty(5, vocab_size)
     normed = decoder.norm(hidden)
-    assert matrix.logits_into(Hidden(hidden), decoder.norm, into) is into
+    assert matrix.logits_into(decoder.norm(hidden), into) is into
     assert torch.equal(into, matrix.logits(normed))
 
 
