@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
 import httpx
 import pytest
+from msgspec import structs
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
@@ -140,7 +140,7 @@ def spoilt(
     asked = {"launcher": request.param}
     if request.param == "join":
         asked["join_address"] = address
-    started = replace(config(folder, **asked), builder="tests.distributed.bad_worker:build")
+    started = structs.replace(config(folder, **asked), builder="tests.distributed.bad_worker:build")
     keeper = Thread(target=keep)
     try:
         if request.param == "join":
