@@ -79,7 +79,8 @@ class Field:
     """One field of a record. `low` and `high` bound a number (`above`: `low` itself is out of
     bounds), the characters of a string, or the items of a list or object. `default` is in words,
     `unset` is what the record holds where nothing is given. `choices` are all that a value may be.
-    `fields` are those of an object or of the objects in a list. `example` is for readers.
+    `fields` are those of an object or of the objects in a list, whose type is
+    `record`. `example` is for readers.
     `is_common`: the command's --help shows the flag. `over`, `under`, `wrong`, `flag` and
     `metavar`: see `says`."""
 
@@ -95,6 +96,7 @@ class Field:
     above: bool = False
     choices: Collection[str] = ()
     fields: Mapping[str, Field] | None = None
+    record: Any = None
     example: object = None
     items: tuple[Field, ...] = ()  # of a list, or each of a list of as many
     unset: object = None
@@ -134,6 +136,7 @@ def _field(kind: inspect.Type, required: bool = False, default: object = None) -
         above=above,
         choices=extra.get("choices", ()),
         fields=None if fields is None else declared(fields),
+        record=fields,
         example=extra.get("example"),
         items=tuple(map(_field, inner)),
         unset=None if default is msgspec.NODEFAULT else default,

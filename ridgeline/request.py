@@ -20,7 +20,7 @@ PLAIN_TYPES = frozenset({int, float, bool, str, type(None), tuple, frozenset, li
 UNKNOWN_TOKEN = -1  # sampled on the device, not yet read back to the host
 
 MAX_N = 8
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_REPETITION = 1e6  # and its inverse: beyond these logits are no float32 any more

@@ -32,7 +32,7 @@ BAD: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (-2.1, 2.1),
     "logit_bias": (3, "x", {1: 101}, {-1: 1}, {"a": 1}, [1, 2], [(1,)], {1: math.nan}, None),
     "seed": (1 << 63, 0.5, "s"),
-    "stop": (3, [""], "", ["a"] * 5, ["x" * 257], [1], None),
+    "stop": (3, [""], "", ["a"] * 65, ["x" * 257], [1], None),
     "stop_token_ids": (3, "12", [-1], [1.0], [True], [[1]], range(2000), None),
     "ignore_eos": (1, None, "yes"),
     "n": (0, 9, 1.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,9 +15,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import ridgeline
 from ridgeline.router.backend import Load
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
+from ridgeline.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeText,
+)
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import from_fault
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.ignored_fields import Kind
 from ridgeline.server.live import Live
 from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
@@ -54,28 +62,30 @@ class Route(routing.Route):
 class Answering:
     """POST of a question to the engine. What reads the body says what the path is for."""
 
-    def __init__(self, service: Service, read: Read) -> None:
+    def __init__(self, service: Service, kind: Kind, read: Read) -> None:
         self.__doc__ = read.__doc__
         self._service = service
+        self._kind = kind
         self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._service.answer(scope, receive, send, self._read)
+        await self._service.answer(scope, receive, send, self._read, self._kind)
 
 
 class Tokenizing:
     """POST of something that needs the tokenizer but not the engine."""
 
-    def __init__(self, service: Service, work: Work) -> None:
+    def __init__(self, service: Service, kinds: Sequence[Kind], work: Work) -> None:
         self.__doc__ = work.__doc__
         self._service = service
+        self._kinds = kinds
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         service.need_model()
         with service.aside.open(scope["state"]["tenant"]) as ticket:
-            body, size = await service.read(scope, receive, ticket)
+            body, size = await service.read(scope, receive, ticket, self._kinds)
             work = self._work(service, scope, body, size)
             await send_json(send, await unless_gone(receive, work))
 
@@ -164,10 +174,20 @@ def make_routes(service: Service) -> list[Route]:
     return [
         Route("/v1/models", _get(service, _models), methods=["GET"], right=ANY),
         Route("/v1/models/{name:path}", _get(service, _model), methods=["GET"], right=ANY),
-        Route("/v1/completions", Answering(service, completion), methods=["POST"], right="answer"),
-        Route("/v1/chat/completions", Answering(service, chat), methods=["POST"], right="answer"),
-        Route("/tokenize", Tokenizing(service, _tokenize), methods=["POST"], right="tokenize"),
-        Route("/detokenize", Tokenizing(service, _detokenize), methods=["POST"], right="tokenize"),
+        *(
+            Route(path, Answering(service, kind, read), methods=["POST"], right="answer")
+            for path, kind, read in (
+                ("/v1/completions", CompletionBody, completion),
+                ("/v1/chat/completions", ChatBody, chat),
+            )
+        ),
+        *(
+            Route(path, Tokenizing(service, kinds, work), methods=["POST"], right="tokenize")
+            for path, kinds, work in (
+                ("/tokenize", (TokenizeChat, TokenizeText), _tokenize),
+                ("/detokenize", (DetokenizeBody,), _detokenize),
+            )
+        ),
         Route("/load", _get(service, _load), methods=["GET"], right=ANY),
         Route("/explain", _explain(service), methods=["GET"], right="explain"),
         Route("/openapi.json", Page(service), methods=["GET"], right=ANY),
@@ -227,20 +247,21 @@ def _json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(model.name, "model", model.created, "ridgeline", model.max_model_len)
+def _card(name: str, model: ServedModel) -> ModelCard:
+    return ModelCard(name, "model", model.created, "ridgeline", model.max_model_len)
 
 
 def _models(service: Service, request: Request) -> Response:
-    """The served model, with its longest context."""
-    return _json(ModelList("list", [_card(service.need_model())]))
+    """The names of the served model, with its longest context."""
+    model = service.need_model()
+    return _json(ModelList("list", [_card(name, model) for name in model.names]))
 
 
 def _model(service: Service, request: Request) -> Response:
     """The same for one name."""
     model = service.need_model()
-    model.check_name(request.path_params["name"])
-    return _json(_card(model))
+    model.check_name(name := request.path_params["name"])
+    return _json(_card(name, model))
 
 
 def _live(service: Service, request: Request) -> Response:

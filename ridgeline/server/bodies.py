@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ridgeline.declared import LIMIT, NOT_A_TOKEN, Declared, declared, made, says, unknown_field
+from ridgeline.declared import LIMIT, NOT_A_TOKEN, Declared, declared, made, says
 from ridgeline.errors import RequestFault
 from ridgeline.request import (
     FORMS,
@@ -28,7 +28,7 @@ from ridgeline.request import (
     TopLogprobs,
     constraint,
 )
-from ridgeline.server.errors import ApiError, from_fault, quote
+from ridgeline.server.errors import ApiError, quote
 
 MAX_PRIORITY = 1 << 31
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
@@ -38,7 +38,7 @@ NO_EFFECT = "accepted, and without effect on the answer"
 
 NoEffectText = Annotated[str, says(NO_EFFECT)] | None
 NoEffectObject = Annotated[dict[str, Any], says(NO_EFFECT)] | None
-OtherModel = Annotated[str, says("name of the served model; it may be left out")]
+OtherModel = Annotated[str, says("a name of the served model; it may be left out")]
 SpecialTokens = Annotated[bool, says("begin as the tokenizer begins a text")]
 TokenTexts = Annotated[bool, says("the text of each token too")]
 
@@ -107,14 +107,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Asking(Sampling, frozen=True, kw_only=True):
     """What both kinds of answers may be asked for."""
 
-    model: Annotated[
-        str,
-        says(
-            "name of the served model, as /v1/models says it",
-            lengths=(1, None),
-            under="missing_required_parameter",
-        ),
-    ]
+    model: OtherModel = ""
     stream: Annotated[bool, says("answer as server-sent events, token by token")] = False
     stream_options: Annotated[StreamOptions, says("only with stream")] | None = None
     cache_salt: Annotated[
@@ -175,7 +168,7 @@ class CompletionBody(Asking, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int,
         says(
-            "most tokens of the answer; 0 only with echo",
+            "most tokens of the answer; 0 for the log-probabilities of the prompt alone",
             ge=0,
             le=MAX_TOKEN_COUNT,
             example=DEFAULT_MAX_TOKENS,
@@ -199,12 +192,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: Annotated[
         Any,
         says(
-            "text; it may be empty for an assistant only",
+            "text",
             kind="string or list of parts",
             fields=TextPart,
             example="What is 12 + 30?",
         ),
-    ]
+    ] = None
     name: Annotated[str, says("handed to the chat template", lengths=(None, 64))] | None = None
 
 
@@ -233,7 +226,7 @@ class ChatBody(Asking, frozen=True, kw_only=True):
             int,
             says(
                 "most tokens of the answer",
-                ge=1,
+                ge=0,
                 le=MAX_TOKEN_COUNT,
                 default="to the end of the context",
             ),
@@ -245,7 +238,7 @@ class ChatBody(Asking, frozen=True, kw_only=True):
             int,
             says(
                 "older name of max_completion_tokens",
-                ge=1,
+                ge=0,
                 le=MAX_TOKEN_COUNT,
                 default="max_completion_tokens",
             ),
@@ -281,6 +274,9 @@ class DetokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 HARMLESS: Declared = {
     name: field for name, field in declared(Asking).items() if field.meaning == NO_EFFECT
 }
+
+# Records in which an unknown field is refused: what it asks for would be missed in the answer.
+CLOSED = (TemplateOptions,)
 
 # ---------------------------------------------------------------------- what is not served
 
@@ -350,11 +346,9 @@ _BIAS = re.compile(r"logit_bias\[(\d+)\]\[\d\]")
 
 def read(body: Mapping[str, object], kind: type[B], path: str = "") -> B:
     """The record of a parsed object that stands at `path` of a body; null counts as absent, as the
-    field's clients send it. Raises ApiError naming the field at fault."""
+    field's clients send it. What it says beside that was looked at before (ignored_fields.py).
+    Raises ApiError naming the field at fault."""
     fields, unsupported = declared(kind), UNSUPPORTED.get(kind, {})
-    for name in body:
-        if name not in fields and name not in unsupported:
-            raise from_fault(unknown_field(f"{path}.{name}".lstrip("."), name))
     for name, harmless in unsupported.items():
         value = body.get(name)
         if value is not None and not _asks_nothing(value, harmless):
@@ -398,7 +392,10 @@ def _at_its_place(
 
 
 def _stop(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """Some clients send an empty text for none."""
+    if isinstance(value, str):
+        return [value] if value else []
+    return [text for text in value if text != ""] if isinstance(value, list) else value
 
 
 def _biases(value: object) -> list[tuple[int, object]]:

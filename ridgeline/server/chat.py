@@ -27,6 +27,7 @@ from ridgeline.server.parsed_request import (
     sampling_of,
 )
 
+TOOLS = ("tools", "functions")
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
@@ -34,6 +35,8 @@ def read_chat(
     body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int
 ) -> ParsedRequest:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
+    if body.get("tool_choice") == "none":  # they are there, and none may be called
+        body = {name: value for name, value in body.items() if name not in TOOLS}
     asked = read(body, ChatBody)
     conversation = conversation_of(asked)
     max_tokens, asked_as = _max_tokens(asked)
@@ -42,12 +45,26 @@ def read_chat(
     logprobs = asked.top_logprobs if asked.logprobs else None
     given = names_given(body)
     sampling = sampling_of(
-        asked, given, {**defaults, "logprobs": logprobs, "max_tokens": max_tokens}
+        asked,
+        given,
+        {
+            **defaults,
+            "logprobs": logprobs,
+            "max_tokens": max_tokens if max_tokens is None else max(1, max_tokens),
+        },
     )
     refuse_unservable(asked, sampling, 1, max_sequences)
     constrained = zip(OUR_NAME, CONSTRAINTS & given, strict=False)
     rename = {"prompt": "messages", "max_tokens": asked_as, **dict(constrained)}
-    return ParsedRequest(asked, (), conversation, sampling, rename, top_logprobs=logprobs)
+    return ParsedRequest(
+        asked,
+        (),
+        conversation,
+        sampling,
+        rename,
+        top_logprobs=logprobs,
+        drop_output=max_tokens == 0,
+    )
 
 
 def _max_tokens(asked: ChatBody) -> tuple[int | None, str]:
@@ -92,9 +109,7 @@ def _message(item: object, param: str) -> dict[str, str]:
             f"role {quote(message.role)} is not served; use one of {', '.join(ROLES)}",
             param,
         )
-    text = _content(message.content, f"{param}.content")
-    if not text and message.role != "assistant":  # its answer may have been empty
-        raise ApiError("empty_input", f"{param}.content is empty", f"{param}.content")
+    text = "" if message.content is None else _content(message.content, f"{param}.content")
     name = {} if message.name is None else {"name": message.name}
     return {"role": ROLES[message.role], "content": text, **name}
 

@@ -186,7 +186,8 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
         str, says("address of --admin-port; beyond this machine it wants a key with rights=admin")
     ] = "127.0.0.1"
     served_model_name: Annotated[
-        str | None, says("what clients put into `model`", is_common=True)
+        str | None,
+        says("what clients put into `model`; several with commas", is_common=True, metavar="NAME"),
     ] = None
     price_per_hour: (
         Annotated[
@@ -214,6 +215,10 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
     lab: Annotated[
         bool, says("pages at /lab/ show how inference works, live too", is_common=True)
     ] = False
+    strict_fields: Annotated[
+        bool,
+        says("refuse requests with a field that is not known; else a header names what is ignored"),
+    ] = False
     tripwire: Annotated[
         bool,
         says(
@@ -222,6 +227,12 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
         ),
     ] = True
     builder: str = DEFAULT_BUILDER
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Those asked for, perhaps none."""
+        names = (self.served_model_name or "").split(",")
+        return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
     @property
     def num_replicas(self) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class Seen:
         """As clients say it; before the first start of the engine, as far as that is known."""
         if self.service.model is not None:
             return self.service.model.name
-        return self.service.config.served_model_name or ""
+        return next(iter(self.service.config.served_names), "")
 
     @property
     def num_blocks(self) -> int:

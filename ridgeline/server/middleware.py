@@ -20,6 +20,7 @@ from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import EXTENSION, OPEN_PATHS, new_request_id
+from ridgeline.server.ignored_fields import HEADER as IGNORED_HEADER
 from ridgeline.server.json_body import ClientGone, header_values
 from ridgeline.server.static_files import StaticPages
 
@@ -155,6 +156,8 @@ class _Exit:
                 self.request_id = given[0].decode("latin-1")
             else:
                 headers.append((b"x-request-id", self.request_id.encode()))
+            if ignored := self._scope.get("state", {}).get("ignored"):
+                headers.append((IGNORED_HEADER, ", ".join(ignored).encode()))
             message["headers"] = headers
         await self._send(message)
 

@@ -36,10 +36,11 @@ class ModelList(msgspec.Struct, frozen=True):
 class ServedModel:
     """The text side of the model, and what the engine process said of the rest.
 
-    `created` is in seconds since 1970, as clients expect it.
+    `names`: what clients may call it, the first in replies to who calls it nothing. `created` is in
+    seconds since 1970, as clients expect it.
     """
 
-    name: str
+    names: tuple[str, ...]
     created: int
     ready: Ready
     vocabulary: Vocabulary | None
@@ -63,12 +64,17 @@ class ServedModel:
         """Sampling fields that the model's own generation_config asks for."""
         return dict(self.ready.default_sampling)
 
-    def check_name(self, name: str, *, required: bool = True) -> None:
-        """Raises ApiError when a request names another model, or none where one is needed."""
-        if not name and required:
-            raise ApiError("missing_required_parameter", "model is required", "model")
-        if name and name != self.name:
-            raise ApiError("model_not_found", f"there is no model {quote(name)} here", "model")
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_name(self, name: str) -> None:
+        """Raises ApiError when a request names another model."""
+        if name and name not in self.names:
+            served = " and ".join(map(quote, self.names))
+            raise ApiError(
+                "model_not_found", f"there is no model {quote(name)} here, but {served}", "model"
+            )
 
 
 def epoch_s() -> int:
@@ -95,7 +101,7 @@ def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path
     if not ready.end_token_ids and loaded.end_token_id is not None:
         ready = replace(ready, end_token_ids=(loaded.end_token_id,))
     return ServedModel(
-        config.served_model_name or ready.model_name,
+        config.served_names or (ready.model_name,),
         epoch_s(),
         ready,
         vocabulary,

@@ -20,6 +20,7 @@ from ridgeline.observe.explain import OwnReport, Report
 from ridgeline.request import CONSTRAINT, MAX_STOP_LENGTH, MAX_TOKEN_ID, SCHEMA, StructuredOutputs
 from ridgeline.router.backend import Load
 from ridgeline.server.bodies import (
+    CLOSED,
     FORMAT,
     ChatBody,
     CompletionBody,
@@ -46,7 +47,7 @@ EVENTS = "text/event-stream"
 NO_NUL = "^[^\\u0000]*$"
 TEXT: Schema = {"type": "string", "pattern": NO_NUL}
 FULL_TEXT: Schema = {**TEXT, "minLength": 1}
-STOP_TEXT: Schema = {**FULL_TEXT, "maxLength": MAX_STOP_LENGTH}
+STOP_TEXT: Schema = {**TEXT, "maxLength": MAX_STOP_LENGTH}
 NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_:@-]+([./][A-Za-z0-9_:@-]+)*$"}
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
 TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": TOKEN_ID}
@@ -75,7 +76,10 @@ def _list(field: Field, items: Schema) -> Schema:
 
 
 def _object(field: Field) -> Schema:
-    return {"type": "object"} if field.fields is None else object_schema(field.fields)
+    if field.fields is None:
+        return {"type": "object"}
+    made = object_schema(field.fields)
+    return {**made, "additionalProperties": False} if field.record in CLOSED else made
 
 
 def _biases(field: Field) -> Schema:
@@ -133,7 +137,6 @@ def object_schema(fields: Declared) -> Schema:
         "type": "object",
         "properties": {name: schema_of(field) for name, field in fields.items()},
         "required": [name for name, field in fields.items() if field.required],
-        "additionalProperties": False,
     }
 
 

@@ -53,7 +53,7 @@ class ParsedRequest:
 
     `sampling` still has open fields (max_tokens None, seed None). `rename` maps our field names
     to those the client used, for faults found later. `top_logprobs` is what to show per token,
-    None for no log-probabilities. `drop_output` answers with the echo alone (max_tokens 0).
+    None for no log-probabilities. `drop_output`: nothing is said beside the prompt (max_tokens 0).
     """
 
     body: CompletionBody | ChatBody
@@ -99,8 +99,6 @@ def read_completion(
     prompts = _prompts(asked.prompt, max_sequences)
     given = names_given(body)
     shows_prompt = asked.echo and asked.logprobs is not None
-    if asked.max_tokens == 0 and not asked.echo:
-        raise ApiError("invalid_value", "max_tokens must be at least 1 without echo", "max_tokens")
     more: dict[str, object] = {"prompt_logprobs": asked.logprobs} if asked.echo else {}
     sampling = sampling_of(
         asked,

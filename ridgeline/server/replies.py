@@ -200,6 +200,7 @@ class Renderer:
         call: ParsedRequest,
         reply_id: str,
         created: int,
+        model: str,
         texts: TokenTexts,
         prompt_texts: Sequence[str],
         price_per_hour: float | None = None,
@@ -207,6 +208,7 @@ class Renderer:
         self._call = call
         self._id = reply_id
         self._created = created
+        self._model = call.body.model or model
         self._texts = texts
         self._price_per_hour = price_per_hour
         self._prompt_texts = prompt_texts  # for echo; one per answer
@@ -232,7 +234,7 @@ class Renderer:
                 self._id,
                 name,
                 self._created,
-                self._call.body.model,
+                self._model,
                 parts,
                 usage,
                 None,
@@ -242,19 +244,18 @@ class Renderer:
         )
 
     def _part(self, number: int, answer: Answer, choice: Choice, index: int) -> Part:
-        entries = choice.logprobs
+        entries, dropped = choice.logprobs, self._call.drop_output
         if self._call.is_chat:
-            logprobs = None if entries is None else self._chat_logprobs(entries)
-            message = ChatMessage("assistant", choice.text)
+            logprobs = None if entries is None else self._chat_logprobs(() if dropped else entries)
+            message = ChatMessage("assistant", "" if dropped else choice.text)
             return ChatChoice(
                 index,
                 message,
                 logprobs,
-                choice.finish_reason,
-                choice.stop_reason,
-                self._ids(choice.token_ids),
+                "length" if dropped else choice.finish_reason,
+                None if dropped else choice.stop_reason,
+                self._ids(() if dropped else choice.token_ids),
             )
-        dropped = self._call.drop_output
         text = "" if dropped else choice.text
         shown: Sequence[TokenLogprobs | int] = () if dropped or entries is None else entries
         places = self._places_of_output()
@@ -382,7 +383,7 @@ class Renderer:
             self._id,
             name,
             self._created,
-            self._call.body.model,
+            self._model,
             () if part is None else (part,),
             usage if self._call.stream_options.shows_usage else UNSET,
             prompt_token_ids=prompt_ids,

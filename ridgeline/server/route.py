@@ -115,7 +115,7 @@ def read_asked(body: bytes, max_depth: int, owner: bytes) -> Asked:
     prompt = value.get("prompt", parts if parts[1] is not None else "")
     text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
     return Asked(
-        model if isinstance(model, str) else None,
+        model if isinstance(model, str) and model else None,
         value.get("stream") is True,
         names_of(text, owner),
         len(text),

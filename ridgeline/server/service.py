@@ -7,7 +7,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
+from ridgeline import registry
 from ridgeline.clock import Clock
+from ridgeline.config import DEFAULT_POLICY
 from ridgeline.errors import RequestFault
+from ridgeline.formats import POLICIES
 from ridgeline.log import say
 from ridgeline.router.speeds import Correction
 from ridgeline.server.active_request import ActiveRequest
@@ -26,6 +29,7 @@ from ridgeline.server.deadlines import PERIOD_S, check_wait, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
+from ridgeline.server.ignored_fields import IgnoredFields, Kind
 from ridgeline.server.json_body import (
     ClientGone,
     check_headers,
@@ -98,6 +102,12 @@ class Service(Drained):
         self.aside = Admission(_aside(config.limits))  # for what is not an answer
         self.engine = EngineClient(config, clock, self.on_ready)
         self.reports = Reports(self.engine)
+        policy = config.engine.policy or DEFAULT_POLICY
+        self.ignored_fields = IgnoredFields(
+            clock,
+            strict=config.strict_fields,
+            has_priorities=registry.load(POLICIES, policy, "policy").has_priorities,
+        )
         self.pages = Pages()
         self.correction = Correction()
         self.manager = ServiceManager(os.environ)
@@ -188,14 +198,20 @@ class Service(Drained):
 
     # ------------------------------------------------------------------ one request
 
-    async def read(self, scope: Scope, receive: Receive, ticket: Ticket) -> tuple[Body, int]:
-        """The parsed JSON object of a request, and how many bytes it was. Raises ApiError or
-        ClientGone."""
+    async def read(
+        self, scope: Scope, receive: Receive, ticket: Ticket, kinds: Sequence[Kind] = ()
+    ) -> tuple[Body, int]:
+        """What a request says in JSON that one of `kinds` knows, and how many bytes it was. Raises
+        ApiError or ClientGone."""
         check_headers(scope)
         body = await read_body(scope, receive, ticket, self.limits)
         ticket.hold_bytes(parsed_bytes(body))
-        parsed = await self.run(len(body), parse_object, body, self.limits.max_json_depth)
+        parsed, scope["state"]["ignored"] = await self.run(len(body), self._known, body, kinds)
         return parsed, len(body)
+
+    def _known(self, body: bytes, kinds: Sequence[Kind]) -> tuple[Body, list[str]]:
+        parsed = parse_object(body, self.limits.max_json_depth)
+        return self.ignored_fields.known(parsed, kinds) if kinds else (parsed, [])
 
     async def run(self, size: int, work: Callable[..., T], *values: object) -> T:
         """`work(*values)`: here for a small body of `size` bytes, else in a worker thread."""
@@ -218,6 +234,7 @@ class Service(Drained):
         receive: Receive,
         send: Send,
         read: Callable[[Body, ServedModel], ParsedRequest],
+        kind: Kind,
     ) -> None:
         """Serve one completion or chat request, from its body to its last byte. It arrives when
         its body is here: how fast a client sends that is not our doing."""
@@ -225,7 +242,7 @@ class Service(Drained):
             scope["state"]["trace"] = self.tracing.begin(scope)
         self.need_model()
         with self.admission.open(scope["state"]["tenant"]) as ticket:
-            body, size = await self.read(scope, receive, ticket)
+            body, size = await self.read(scope, receive, ticket, (kind,))
             arrival = self.clock.now()
             work = self._answer(scope, send, read, body, size, ticket, arrival)
             await unless_gone(receive, work)
@@ -398,7 +415,9 @@ def _renderer(
 ) -> Renderer:
     prefix = "chatcmpl-" if call.is_chat else "cmpl-"
     reply_id = prefix + request_id.removeprefix("req-")
-    return Renderer(call, reply_id, epoch_s(), model.texts, prepared.prompt_texts, price_per_hour)
+    return Renderer(
+        call, reply_id, epoch_s(), model.name, model.texts, prepared.prompt_texts, price_per_hour
+    )
 
 
 def _connection(scope: Scope) -> Any:

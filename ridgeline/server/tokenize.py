@@ -32,10 +32,10 @@ def read_tokenize(body: Mapping[str, object], model: ServedModel) -> tuple[Quest
     """What to ask the tokenizer, and whether the tokens' texts are wanted. Raises ApiError."""
     if "messages" in body:
         chat = read(body, TokenizeChat)
-        model.check_name(chat.model, required=False)
+        model.check_name(chat.model)
         return conversation_question(conversation_of(chat), model), chat.return_token_strs
     text = read(body, TokenizeText)
-    model.check_name(text.model, required=False)
+    model.check_name(text.model)
     need_tokenizer(model, "prompt")
     # As for a completion: the tokenizer is not there to count megabytes.
     most = model.ready.max_servable_tokens
@@ -52,7 +52,7 @@ def tokens(encoded: bytes, model: ServedModel, wants_texts: bool) -> bytes:
 def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
     """The text of token ids, special tokens shown. Raises ApiError."""
     asked = read(body, DetokenizeBody)
-    model.check_name(asked.model, required=False)
+    model.check_name(asked.model)
     most = model.ready.max_servable_tokens
     if len(asked.tokens) > most:  # a million would keep a thread of completions for a second
         raise ApiError(

@@ -400,7 +400,6 @@ ERRORS: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None]
     ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
     ({"prompt": ""}, openai.BadRequestError, "empty_input", "prompt"),
     ({"suffix": "x"}, openai.BadRequestError, "unsupported_parameter", "suffix"),
-    ({"extra_body": {"bogus": 1}}, openai.BadRequestError, "unknown_parameter", "bogus"),
     ({"prompt": "!nan"}, openai.InternalServerError, "internal_error", None),
 ]
 

@@ -21,6 +21,7 @@ from schemathesis.engine.recorder import ScenarioRecorder
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from ridgeline.answer import check_prompt
+from ridgeline.clock import WallClock
 from ridgeline.declared import Declared, Field, declared
 from ridgeline.errors import RequestFault
 from ridgeline.request import MAX_TOKEN_ID
@@ -34,6 +35,7 @@ from ridgeline.server.bodies import (
 )
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
+from ridgeline.server.ignored_fields import IgnoredFields
 from ridgeline.server.openapi import PATHS, document
 from ridgeline.server.parsed_request import CONSTRAINTS, read_completion
 from ridgeline.server.tokenize import detokenize, read_tokenize
@@ -97,7 +99,6 @@ def test_every_refusal_is_as_described(doc: Body) -> None:
 
 # What a field needs beside it to be taken.
 BESIDE: dict[str, Body] = {
-    "max_tokens": {"echo": True},  # 0 is for echo alone
     "min_tokens": {"max_tokens": 1 << 30},
     "use_beam_search": {"n": 2},
     "length_penalty": {"beam_width": 2},
@@ -161,26 +162,33 @@ def completion(body: Body) -> None:
 @pytest.fixture(scope="module")
 def readers(fake_model: Path) -> dict[str, Callable[[Body], object]]:
     model: Any = SimpleNamespace(
-        check_name=lambda name, required=True: None,
+        check_name=lambda name: None,
         ready=SimpleNamespace(max_servable_tokens=1 << 20, vocab_size=MAX_TOKEN_ID),
         vocabulary=load_tokenizer(fake_model),
         has_chat_template=True,
         max_model_len=1 << 20,
         name="a",
     )
+    ignored = IgnoredFields(WallClock(), strict=False, has_priorities=True)
+
+    def of(*kinds: type[msgspec.Struct], read: Callable[[Body], object]) -> Any:
+        return lambda body: read(dict(ignored.known(body, kinds)[0]))
+
     return {
-        "CompletionRequest": completion,
-        "ChatRequest": lambda body: read_chat(body, {}, 512),
-        "TokenizeRequest": lambda body: read_tokenize(body, model),
-        "DetokenizeRequest": lambda body: detokenize(body, model),
+        "CompletionRequest": of(CompletionBody, read=completion),
+        "ChatRequest": of(ChatBody, read=lambda body: read_chat(body, {}, 512)),
+        "TokenizeRequest": of(
+            TokenizeChat, TokenizeText, read=lambda body: read_tokenize(body, model)
+        ),
+        "DetokenizeRequest": of(DetokenizeBody, read=lambda body: detokenize(body, model)),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "base"),
     [
-        ("CompletionRequest", CompletionBody, {"model": "a", "prompt": "a"}),
-        ("ChatRequest", ChatBody, {"model": "a", "messages": [MESSAGE]}),
+        ("CompletionRequest", CompletionBody, {"prompt": "a"}),
+        ("ChatRequest", ChatBody, {"messages": [MESSAGE]}),
         ("TokenizeRequest", TokenizeText, {"prompt": "a"}),
         ("TokenizeRequest", TokenizeChat, {"messages": [MESSAGE]}),
         ("DetokenizeRequest", DetokenizeBody, {"tokens": [1]}),

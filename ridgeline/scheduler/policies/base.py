@@ -64,6 +64,7 @@ class Policy:
 
     rank_is_fixed = False
     needs_promise = False  # of a time to the first token and of a time per token
+    has_priorities = False  # heeds the priority of a request
     wants_prices = False  # of steps, where there are any
 
     @classmethod

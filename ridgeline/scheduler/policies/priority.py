@@ -13,6 +13,7 @@ class Priority(Policy):
     the order of two requests never changes."""
 
     rank_is_fixed = True
+    has_priorities = True
 
     def __init__(self, aging_s: float = AGING_S) -> None:
         self.aging_s = aging_s
