@@ -54,7 +54,7 @@ def route_config(args: argparse.Namespace) -> RouteConfig:
     fields = given(args, FIELDS, "route_")
     if "backends" not in fields:
         raise ConfigError("backends are missing: name each with --backend http://HOST:PORT")
-    for name in ("backends", "allowed_hosts"):
+    for name in ("backends", "allowed_hosts", "allowed_origins"):
         fields[name] = tuple(fields.get(name, ()))
     return RouteConfig(limits=Limits(**given(args, LIMITS, "limit_")), **fields)
 

@@ -67,7 +67,8 @@ def add_arguments(parser: Parser) -> None:
 def serve_config(args: argparse.Namespace) -> ServeConfig:
     """What the command line asks for."""
     server = given(args, SERVER, "server_")
-    server["allowed_hosts"] = tuple(server.get("allowed_hosts", ()))
+    for name in ("allowed_hosts", "allowed_origins"):
+        server[name] = tuple(server.get(name, ()))
     return ServeConfig(
         engine=EngineConfig(model=args.model, **engine_options(args)),
         limits=Limits(**given(args, LIMITS, "limit_")),

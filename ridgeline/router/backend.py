@@ -27,7 +27,8 @@ SMOOTHING = 0.1  # weight of the newest answer's
 
 class Load(msgspec.Struct, frozen=True):
     """How a server of ours stands. Requests, seconds and prompt tokens a second; null: unknown.
-    `answer_s`: how much of its time an average answer takes when all its places are taken."""
+    `answer_s`: how much of its time an average answer takes when all its places are taken.
+    `server_load`: running and waiting together, as vLLM's clients read it."""
 
     running: int
     waiting: int
@@ -35,6 +36,7 @@ class Load(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float | None
     step_s: float | None
     answer_s: float | None = None
+    server_load: int | None = None
 
 
 class Arrivals:

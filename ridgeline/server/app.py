@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,18 +25,19 @@ from ridgeline.server.bodies import (
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import from_fault
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.http_protocol import READY_PATHS
 from ridgeline.server.ignored_fields import Kind
 from ridgeline.server.live import Live
 from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
-from ridgeline.server.middleware import Middleware
-from ridgeline.server.model import ModelCard, ModelList, ServedModel
+from ridgeline.server.middleware import Middleware, with_origins
+from ridgeline.server.model import ModelCard, ModelList, ServedModel, ServerInfo
 from ridgeline.server.openapi import Page
 from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.service import Body, Service, send_json, unless_gone
 from ridgeline.server.static_files import StaticPages
 from ridgeline.server.text_client import TextFault
-from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
+from ridgeline.server.tokenize import detokenize, read_tokenize, tokenizer_info, tokens
 
 Read = Callable[[Body, ServedModel], ParsedRequest]
 Work = Callable[[Service, Scope, Body, int], Coroutine[Any, Any, bytes]]
@@ -106,7 +107,7 @@ async def _detokenize(service: Service, scope: Scope, body: Body, size: int) -> 
     return await service.run_aside(detokenize, body, service.need_model())
 
 
-def make_app(service: Service, keys: Keys) -> Middleware:
+def make_app(service: Service, keys: Keys) -> ASGIApp:
     """The whole application, as ASGI, but for what has moved to the admin port."""
     routes = make_routes(service)
     service.admission.num_keys = service.aside.num_keys = len(keys)
@@ -116,19 +117,29 @@ def make_app(service: Service, keys: Keys) -> Middleware:
     return _gate(service, keys, routes, service.config.host, pages)
 
 
-def make_admin_app(service: Service, keys: Keys) -> Middleware:
+def make_admin_app(service: Service, keys: Keys) -> ASGIApp:
     """What the admin port answers."""
     return _gate(service, keys, make_admin_routes(service), service.config.admin_host)
 
 
 def _gate(
     service: Service, keys: Keys, routes: list[Route], host: str, pages: StaticPages | None = None
-) -> Middleware:
+) -> ASGIApp:
     hosts = HostGuard(host, service.config.allowed_hosts)
     router: ASGIApp = Router(routes, redirect_slashes=False)
     if pages is not None and service.config.lab:
         router = _beside(router, Router(_lab_routes(service), redirect_slashes=False))
-    return Middleware(router, keys, hosts, service.engine.traffic, service.clock, pages)
+    config = service.config
+    paths = [(method, path) for route in routes for path, method in _paths(route)]
+    app = Middleware(
+        router, keys, hosts, service.engine.traffic, service.clock, pages, paths, config.root_path
+    )
+    return with_origins(app, config.allowed_origins)
+
+
+def _paths(route: Route) -> Iterator[tuple[str, str]]:
+    for method in sorted((route.methods or set()) - {"HEAD"}):
+        yield route.path.replace("{name:path}", "NAME"), method
 
 
 def _beside(api: ASGIApp, lab: ASGIApp) -> ASGIApp:
@@ -188,7 +199,9 @@ def make_routes(service: Service) -> list[Route]:
                 ("/detokenize", (DetokenizeBody,), _detokenize),
             )
         ),
+        Route("/tokenizer_info", _tokenizer_info(service), methods=["GET"], right="tokenize"),
         Route("/load", _get(service, _load), methods=["GET"], right=ANY),
+        Route("/server_info", _get(service, _server_info), methods=["GET"]),
         Route("/explain", _explain(service), methods=["GET"], right="explain"),
         Route("/openapi.json", Page(service), methods=["GET"], right=ANY),
         *_everywhere(service),
@@ -202,7 +215,7 @@ def make_admin_routes(service: Service) -> list[Route]:
 def _everywhere(service: Service) -> list[Route]:
     return [
         Route("/health/live", _get(service, _live), methods=["GET"], right=OPEN),
-        Route("/health/ready", _get(service, _ready), methods=["GET"], right=OPEN),
+        *(Route(path, _get(service, _ready), methods=["GET"], right=OPEN) for path in READY_PATHS),
         Route("/metrics", _metrics(service), methods=["GET"], right="metrics"),
         Route("/version", _get(service, _version), methods=["GET"], right=ANY),
     ]
@@ -291,7 +304,8 @@ def _load(service: Service, request: Request) -> Response:
             late = service.correction.ratio(now, costs.measured_s, costs.expected_s)
             rate, step_s, answer_s = rate / late, step_s * late, answer_s * late
     wait_s = service.engine.service_rate.wait_s(gauges.num_waiting) if gauges.num_waiting else 0.0
-    return _json(Load(gauges.num_running, gauges.num_waiting, wait_s, rate, step_s, answer_s))
+    running, waiting = gauges.num_running, gauges.num_waiting
+    return _json(Load(running, waiting, wait_s, rate, step_s, answer_s, running + waiting))
 
 
 def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
@@ -299,6 +313,23 @@ def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
         """Counters and times in Prometheus' text format."""
         page = await render(service, METRICS)
         return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    return endpoint
+
+
+def _server_info(service: Service, request: Request) -> Response:
+    """What is served, and what was asked of the engine, null where that chooses."""
+    model, engine = service.need_model(), service.config.engine
+    info = ServerInfo(ridgeline.__version__, model.names, model.max_model_len, engine)
+    return _json_bytes(msgspec.json.encode(info, enc_hook=str))
+
+
+def _tokenizer_info(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        """The model's tokenizer_config.json, with its chat template."""
+        model = service.need_model()
+        with service.aside.open(request.scope["state"]["tenant"]):
+            return _json_bytes(await service.run_aside(tokenizer_info, model))
 
     return endpoint
 

@@ -275,8 +275,9 @@ HARMLESS: Declared = {
     name: field for name, field in declared(Asking).items() if field.meaning == NO_EFFECT
 }
 
-# Records in which an unknown field is refused: what it asks for would be missed in the answer.
-CLOSED = (TemplateOptions,)
+# Records, beside those of bodies, in which an unknown field is ignored. In others, what it asks for
+# would be missed in the answer.
+OPEN = (StreamOptions, Message, TextPart)
 
 # ---------------------------------------------------------------------- what is not served
 

@@ -131,6 +131,23 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        says(
+            "a web page whose scripts may ask, as https://app.example; * is any",
+            flag="--allowed-origin",
+            metavar="ORIGIN",
+        ),
+    ] = ()
+    root_path: Annotated[
+        str, says("what a proxy in front leaves before each path of the API, as /llm")
+    ] = ""
+    ssl_certfile: Annotated[
+        str | None, says("serve HTTPS with this certificate, or chain of them, in PEM")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, says("its key, where that is in a file of its own", metavar="FILE")
+    ] = None
     allow_anyone_on_the_network_without_a_key: Annotated[
         bool, says("listen beyond this machine although no key is set")
     ] = False

@@ -41,7 +41,8 @@ NUM_LINGERING = 64  # connections over the limit that may still read why they ar
 NUM_LAST_FDS = 16  # file descriptors that no connection gets: a new engine needs some
 PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests",
            431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}  # fmt: skip
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})  # they need no key, and start at once
+READY_PATHS = ("/health/ready", "/health", "/v1/health", "/ping")  # probes of many kinds
+OPEN_PATHS = frozenset({"/health/live", *READY_PATHS})  # they need no key, and start at once
 
 EXTENSION = "ridgeline.connection"
 
@@ -273,7 +274,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop(self._header_timer)
         if self.transport.is_closing() or self._linger_timer is not None:
             return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not through TLS
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._linger_on(self.loop.time() + self.limits.body_timeout_s, ())
 

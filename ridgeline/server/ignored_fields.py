@@ -14,7 +14,7 @@ import msgspec
 from ridgeline.clock import Clock
 from ridgeline.declared import declared, unknown_field
 from ridgeline.log import say
-from ridgeline.server.bodies import CLOSED, NO_EFFECT, UNSUPPORTED
+from ridgeline.server.bodies import NO_EFFECT, OPEN, UNSUPPORTED
 from ridgeline.server.errors import from_fault
 
 HEADER = b"x-ignored-fields"
@@ -81,7 +81,7 @@ class IgnoredFields:
                 continue
             if field is not None and field.meaning == NO_EFFECT and value:
                 ignored[shown + name] = None
-            if field is not None and field.record not in (None, *CLOSED):
+            if field is not None and field.record in OPEN:
                 value = self._value(value, field.record, path + name, shown + name, ignored)
             kept[name] = value
         return kept

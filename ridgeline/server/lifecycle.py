@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -31,7 +32,13 @@ from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
 from ridgeline.server.app import make_admin_app, make_app
 from ridgeline.server.auth import KEY_VARIABLE, RIGHTS, load_keys
-from ridgeline.server.config import DEFAULT_BUILDER, Limits, ServeConfig, check_serve_numbers
+from ridgeline.server.config import (
+    DEFAULT_BUILDER,
+    Limits,
+    Listening,
+    ServeConfig,
+    check_serve_numbers,
+)
 from ridgeline.server.hosts import check_admin_bind, check_bind
 from ridgeline.server.http_protocol import max_open_files, protocol_class
 from ridgeline.server.outlet import drain, never_block
@@ -47,6 +54,7 @@ TCP_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # sec
 LAST_WORDS_S = 1.0  # for error events and half-sent answers, after the drain deadline
 POLL_S = 0.05
 EXIT_NO_ENGINE = 70  # EX_SOFTWARE
+PLAIN = Listening()
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -88,6 +96,7 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
     check_serve_numbers(config)
     if config.builder != DEFAULT_BUILDER:
         import_module(config.builder.partition(":")[0])  # it may add formats, which are asked for
+    check_front(config)
     check_asked(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     if config.engine.policy is None and len(keys) > 1:
@@ -112,13 +121,17 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(config.host, config.port))
         service = Service(config, clock, tracing)
-        server = _Server(service, sock, uvicorn_config(config.limits, make_app(service, keys)))
+        server = _Server(
+            service, sock, uvicorn_config(config.limits, make_app(service, keys), config)
+        )
         if config.admin_port is not None:
             admin = stack.enter_context(listen(config.admin_host, config.admin_port))
             limits = structs.replace(config.limits, max_connections=ADMIN_CONNECTIONS)
-            server.add(admin, uvicorn_config(limits, make_admin_app(service, keys), shared=False))
-            say(logger, logging.INFO, f"admin port: listening on {url_of(admin)}")
-        url = url_of(sock)
+            server.add(
+                admin, uvicorn_config(limits, make_admin_app(service, keys), config, shared=False)
+            )
+            say(logger, logging.INFO, f"admin port: listening on {url_of(admin, config)}")
+        url = url_of(sock, config)
         say(logger, logging.INFO, f"listening on {url}")
         if on_listening is not None:
             on_listening(url)
@@ -192,14 +205,36 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def url_of(sock: socket.socket) -> str:
+def check_front(config: Listening) -> None:
+    """ConfigError for a certificate that is unusable, or a root path that is none."""
+    root, cert, key = config.root_path, config.ssl_certfile, config.ssl_keyfile
+    if root and not root.startswith("/"):
+        raise ConfigError(f"root_path {root} must begin with a slash, as /llm")
+    if key is not None and cert is None:
+        raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
+    if cert is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+        except OSError as fault:  # of TLS too
+            raise ConfigError(
+                f"ssl_certfile {cert} (ssl_keyfile {key}) cannot be used: {fault}; give a chain in "
+                "PEM and its key without a password"
+            ) from None
+
+
+def url_of(sock: socket.socket, config: Listening = PLAIN) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def uvicorn_config(limits: Limits, app: object, *, shared: bool = True) -> uvicorn.Config:
+def uvicorn_config(
+    limits: Limits, app: object, config: Listening = PLAIN, *, shared: bool = True
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         http=protocol_class(limits, shared=shared),
         ws="none",
         lifespan="off",

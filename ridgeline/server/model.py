@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ridgeline.config import EngineConfig
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.text_wire import Loaded, VocabularyTable, vocabulary_of
@@ -32,6 +33,13 @@ class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelCard]
 
 
+class ServerInfo(msgspec.Struct, frozen=True):
+    version: str
+    model: tuple[str, ...]
+    max_model_len: int
+    engine: EngineConfig
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The text side of the model, and what the engine process said of the rest.
@@ -46,6 +54,7 @@ class ServedModel:
     vocabulary: Vocabulary | None
     has_chat_template: bool
     texts: TokenTexts
+    folder: Path
     table: VocabularyTable | None = None  # what the engine is told of the vocabulary
 
     @property
@@ -107,6 +116,7 @@ def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path
         vocabulary,
         loaded.has_template,
         TokenTexts(vocabulary),
+        folder,
         table,
     )
 

@@ -20,8 +20,8 @@ from ridgeline.observe.explain import OwnReport, Report
 from ridgeline.request import CONSTRAINT, MAX_STOP_LENGTH, MAX_TOKEN_ID, SCHEMA, StructuredOutputs
 from ridgeline.router.backend import Load
 from ridgeline.server.bodies import (
-    CLOSED,
     FORMAT,
+    OPEN,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -30,9 +30,9 @@ from ridgeline.server.bodies import (
     TokenizeText,
 )
 from ridgeline.server.errors import CODES, RETRY_AFTER_S, SHOWN_AS, ErrorBody
-from ridgeline.server.http_protocol import OPEN_PATHS
+from ridgeline.server.http_protocol import OPEN_PATHS, READY_PATHS
 from ridgeline.server.metrics_page import CONTENT_TYPE
-from ridgeline.server.model import ModelCard, ModelList
+from ridgeline.server.model import ModelCard, ModelList, ServerInfo
 from ridgeline.server.replies import ChatChoice, ChatPiece, CompletionChoice, Reply
 from ridgeline.server.service import Service, send_json
 from ridgeline.server.tokenize import Text, Tokens
@@ -78,8 +78,7 @@ def _list(field: Field, items: Schema) -> Schema:
 def _object(field: Field) -> Schema:
     if field.fields is None:
         return {"type": "object"}
-    made = object_schema(field.fields)
-    return {**made, "additionalProperties": False} if field.record in CLOSED else made
+    return object_schema(field.fields, is_open=field.record in OPEN)
 
 
 def _biases(field: Field) -> Schema:
@@ -132,8 +131,11 @@ def schema_of(field: Field) -> Schema:
     return made
 
 
-def object_schema(fields: Declared) -> Schema:
+def object_schema(fields: Declared, *, is_open: bool = False) -> Schema:
+    """`is_open`: a field that is none of these is ignored."""
+    closed: Schema = {} if is_open else {"additionalProperties": False}
     return {
+        **closed,
         "type": "object",
         "properties": {name: schema_of(field) for name, field in fields.items()},
         "required": [name for name, field in fields.items() if field.required],
@@ -149,7 +151,7 @@ BODIES: Mapping[str, tuple[type[msgspec.Struct], ...]] = {
 
 
 def _body_schema(kinds: Sequence[type[msgspec.Struct]]) -> Schema:
-    first, *others = (object_schema(declared(kind)) for kind in kinds)
+    first, *others = (object_schema(declared(kind), is_open=True) for kind in kinds)
     return {"anyOf": [first, *others]} if others else first
 
 
@@ -161,6 +163,7 @@ RECORDS: Mapping[str, Any] = {
     "ChatChunk": Reply[ChatPiece],
     "ModelCard": ModelCard,
     "ModelList": ModelList,
+    "ServerInfo": ServerInfo,
     "Load": Load,
     "Tokens": Tokens,
     "Text": Text,
@@ -216,7 +219,9 @@ PATHS: Mapping[str, Reference] = {
     "/tokenize": Reference("Tokens", (*BODY, *CONVERSATION), "TokenizeRequest"),
     "/detokenize": Reference("Text", BODY, "DetokenizeRequest"),
     "/health/live": Reference(_says("status", {"const": "live"})),
-    "/health/ready": Reference(_says("status", {"const": "ready"}), MODEL),
+    **{path: Reference(_says("status", {"const": "ready"}), MODEL) for path in READY_PATHS},
+    "/server_info": Reference("ServerInfo", MODEL),
+    "/tokenizer_info": Reference({"type": "object"}, (*MODEL, "not_found")),
     "/load": Reference("Load", MODEL),
     "/metrics": Reference({"type": "string"}, content_type=CONTENT_TYPE),
     "/explain": Reference(

@@ -32,7 +32,7 @@ from ridgeline.log import say
 from ridgeline.router.backend import replicas_wanted
 from ridgeline.server.auth import KEY_VARIABLE, load_keys
 from ridgeline.server.config import Listening, RouteConfig, ServeConfig, check_serve_numbers
-from ridgeline.server.lifecycle import hardened, listen, serve, url_of, with_open_files
+from ridgeline.server.lifecycle import check_front, hardened, listen, serve, url_of, with_open_files
 from ridgeline.server.outlet import Relay, never_block
 from ridgeline.server.route import RouterDoors, RouterService, make_route_app
 from ridgeline.server.service_manager import PRIVATE
@@ -100,15 +100,16 @@ def serve_fleet(
             raise ConfigError(f"{name} is of one engine; leave it out, or replicas")
     common = {name: getattr(config, name) for name in Listening.__struct_fields__}
     common["limits"] = with_open_files(config.limits)
+    check_front(config)
     route = RouteConfig(backends=(), **common)
     with hardened(), listen(config.host, config.port) as sock:
         service = RouterService(route, WallClock(), key)
         pages = StaticPages(has_chat=config.ui, has_lab=False)
         doors = fleet(service)
-        doors.open(sock, make_route_app(service, route, pages))
-        say(logger, logging.INFO, f"listening on {url_of(sock)}", replicas=config.replicas)
+        doors.open(sock, make_route_app(service, route, pages), route)
+        say(logger, logging.INFO, f"listening on {url_of(sock, route)}", replicas=config.replicas)
         if on_listening is not None:
-            on_listening(url_of(sock))
+            on_listening(url_of(sock, route))
         return doors.run_forever()
 
 
@@ -348,6 +349,7 @@ def of_replica(config: ServeConfig, engine: EngineConfig, host: str, port: int) 
     return structs.replace(
         config, engine=engine, host=host, port=port, replicas="1", ui=False,
         allow_anyone_on_the_network_without_a_key=False, access_log=False,
+        ssl_certfile=None, ssl_keyfile=None, root_path="", allowed_origins=(),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ridgeline
 from ridgeline import registry
@@ -35,13 +35,14 @@ from ridgeline.router.policies import NoReplica, RequestView, RouterPolicy
 from ridgeline.router.prefixes import Names, Prefixes, names_of
 from ridgeline.server.admission import Admission
 from ridgeline.server.auth import KEY_VARIABLE, OPEN, load_keys
-from ridgeline.server.config import RouteConfig
+from ridgeline.server.config import Listening, RouteConfig
 from ridgeline.server.errors import CODES, ApiError, quote
 from ridgeline.server.hosts import HostGuard, check_bind
-from ridgeline.server.http_protocol import EXTENSION
+from ridgeline.server.http_protocol import EXTENSION, READY_PATHS
 from ridgeline.server.json_body import check_headers, header_values, parse_object, read_body
 from ridgeline.server.lifecycle import (
     Doors,
+    check_front,
     hardened,
     listen,
     loop_factory,
@@ -50,7 +51,7 @@ from ridgeline.server.lifecycle import (
     with_open_files,
 )
 from ridgeline.server.metrics_page import CONTENT_TYPE
-from ridgeline.server.middleware import Middleware
+from ridgeline.server.middleware import Middleware, with_origins
 from ridgeline.server.outlet import never_block
 from ridgeline.server.route_metrics import RouteMetrics
 from ridgeline.server.service import SMALL_BODY_BYTES, Drained, unless_gone
@@ -303,7 +304,8 @@ class RouterService(Drained):
         with self.admission.open(scope["state"]["tenant"]) as ticket:
             check_headers(scope)
             body = await read_body(scope, receive, ticket, self.limits)
-            owner = b"\n".join(header_values(scope, b"authorization"))
+            names = (b"authorization", b"x-api-key")
+            owner = b"\n".join(key for name in names for key in header_values(scope, name))
             depth = self.limits.max_json_depth
             if len(body) <= SMALL_BODY_BYTES:
                 asked = read_asked(body, depth, owner)
@@ -531,7 +533,7 @@ def _not_ready(status: int, body: bytes) -> ApiError:
 
 def make_route_app(
     service: RouterService, config: RouteConfig, pages: StaticPages | None = None
-) -> Middleware:
+) -> ASGIApp:
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     check_bind(
         config.host,
@@ -569,7 +571,7 @@ def make_route_app(
             get("/v1/models", "any", models),
             get("/v1/models/{name:path}", "any", model),
             get("/health/live", OPEN, lambda request: _json({"status": "live"})),
-            get("/health/ready", OPEN, ready),
+            *(get(path, OPEN, ready) for path in READY_PATHS),
             get("/metrics", "metrics", metrics),
             get("/version", "any", lambda request: _json({"version": ridgeline.__version__})),
         ],
@@ -585,9 +587,15 @@ def make_route_app(
             await gets(scope, receive, send)
 
     hosts = HostGuard(config.host, config.allowed_hosts)
-    return Middleware(app, keys, hosts, service.traffic, service.clock, pages)
+    paths = [("GET", route.path) for route in gets.routes if isinstance(route, Route)]
+    paths += [("POST", path) for path in (*ANSWERING, *TOKENIZING)]
+    made = Middleware(
+        app, keys, hosts, service.traffic, service.clock, pages, paths, config.root_path
+    )
+    return with_origins(made, config.allowed_origins)
 
 
+ANSWERING = ("/v1/completions", "/v1/chat/completions")
 TOKENIZING: Mapping[str, str] = {"/tokenize": "tokenize", "/detokenize": "tokenize"}
 
 
@@ -612,14 +620,15 @@ def route(config: RouteConfig, on_listening: Callable[[str], None] | None = None
     never_block()
     check_fields(config)
     check_fields(config.limits)
+    check_front(config)
     config = msgspec.structs.replace(config, limits=with_open_files(config.limits))
     with hardened(), listen(config.host, config.port) as sock:
         service = RouterService(config, WallClock(), os.environ.get(BACKEND_KEY_VARIABLE))
         app = make_route_app(service, config)
         if on_listening is not None:
-            on_listening(url_of(sock))
+            on_listening(url_of(sock, config))
         doors = RouterDoors(service)
-        doors.open(sock, app)
+        doors.open(sock, app, config)
         return doors.run_forever()
 
 
@@ -630,8 +639,8 @@ class RouterDoors(Doors):
         super().__init__(service)
         self._service = service
 
-    def open(self, sock: socket.socket, app: Middleware) -> None:
-        self.add(sock, uvicorn_config(self._service.limits, app))
+    def open(self, sock: socket.socket, app: ASGIApp, config: Listening) -> None:
+        self.add(sock, uvicorn_config(self._service.limits, app, config))
 
     def run_forever(self) -> int:
         """Until told to stop; the exit code."""

@@ -8,13 +8,17 @@ from collections.abc import Mapping
 import msgspec
 
 from ridgeline.answer import check_prompt
-from ridgeline.errors import RequestFault
+from ridgeline.errors import ConfigError, RequestFault
+from ridgeline.loader.folder import parse_object, read_bytes
 from ridgeline.server.bodies import DetokenizeBody, TokenizeChat, TokenizeText, read
 from ridgeline.server.chat import conversation_of
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
 from ridgeline.server.prepare import conversation_question, need_tokenizer
 from ridgeline.server.text_wire import IDS, Encode, Question
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+MAX_INFO_BYTES = 4 << 20
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -47,6 +51,20 @@ def tokens(encoded: bytes, model: ServedModel, wants_texts: bool) -> bytes:
     ids = array(IDS, encoded).tolist()
     texts = [model.texts.text_of(i) for i in ids] if wants_texts else None
     return msgspec.json.encode(Tokens(len(ids), model.max_model_len, ids, texts))
+
+
+def tokenizer_info(model: ServedModel) -> bytes:
+    """What the model's folder says of its tokenizer, and the chat template if it lies beside."""
+    found: dict[str, object] = {}
+    path, template = model.folder / CONFIG, model.folder / TEMPLATE
+    try:
+        if path.is_file():
+            found = parse_object(read_bytes(path, MAX_INFO_BYTES), path)
+        if "chat_template" not in found and template.is_file():
+            found["chat_template"] = read_bytes(template, MAX_INFO_BYTES).decode()
+    except (ConfigError, UnicodeDecodeError):
+        raise ApiError("not_found", "what this model says of its tokenizer is unusable") from None
+    return msgspec.json.encode({"tokenizer_class": None, **found})
 
 
 def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:

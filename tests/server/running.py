@@ -157,7 +157,7 @@ def running(
     try:
         url = process.stdout.readline().strip()
         log = folder / "server.log"
-        assert url.startswith("http://"), log.read_text()
+        assert url.startswith("http"), log.read_text()
         server = Running(process, url, log, key)
         if wait:
             server.wait_until_ready()

@@ -29,6 +29,11 @@ EXPECTED = {
     "/detokenize": "tokenize",
     "/health/live": OPEN,
     "/health/ready": OPEN,
+    "/health": OPEN,
+    "/v1/health": OPEN,
+    "/ping": OPEN,
+    "/server_info": ADMIN,
+    "/tokenizer_info": "tokenize",
     "/load": ANY,
     "/metrics": "metrics",
     "/explain": "explain",
@@ -36,7 +41,9 @@ EXPECTED = {
     "/version": ANY,
 }
 EXPECTED_OF_ADMINS = {
-    path: EXPECTED[path] for path in ("/health/live", "/health/ready", "/metrics", "/version")
+    path: right
+    for path, right in EXPECTED.items()
+    if right == OPEN or path in ("/metrics", "/version")
 } | {"/explain": ADMIN}
 HOLDERS = (*RIGHTS, ADMIN)
 
