@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ridgeline"
 # A part imports from its own level and from those before it, and never in a circle.
 LEVELS = (
     {"clock", "demo", "errors", "figures", "registry", "log"},
-    {"declared", "request", "step", "config", "formats", "architectures"},
+    {"declared", "request", "step", "config", "formats", "architectures", "parsers"},
     {"scheduler", "cost"},
     {"engine", "router", "observe", "speculation (pure)"},
     {"simulator", "planner"},

@@ -15,6 +15,8 @@ from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.architectures import FAMILIES, expected_tensors, read_spec
 from ridgeline.attention import ATTENTION_BACKENDS
 from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, POLICIES, WEIGHT_FORMATS
+from ridgeline.parsers import GENERIC, PARSERS, find_parser, parser_class
+from ridgeline.parsers.parser import Kind
 from ridgeline.step import Listener, StepRecord
 from tests.captures import records
 from tests.extensions import toy_draft, toy_kv_format, toy_weight_format
@@ -136,3 +138,17 @@ def test_a_draft_method_from_outside_is_served(
         if speculate == "toy:3":
             assert min(draft_tokens.num_accepted, draft_tokens.num_rejected) > 10
     assert tokens["toy:3"] == tokens["toy"] == tokens["off"]
+
+
+def test_a_parser_from_outside_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'I ask.\ncall f: {"a": [1]}\ncall me: {}'
+    assert find_parser(["Write call NAME: {...}"]) == GENERIC
+    table = {"toy": "tests.extensions.toy_parser:ToyCalls", **PARSERS}
+    monkeypatch.setattr("ridgeline.parsers.PARSERS", table)
+    assert find_parser(["Write call NAME: {...}"]) == "toy"
+    for pieces in ([text], list(text)):
+        parser = parser_class("toy")({"f": {}})
+        found = [piece for part in map(parser.feed, pieces) for piece in part] + parser.finish()
+        assert [p.text for p in found if p.kind is Kind.CALL] == ["f"]
+        assert "".join(p.text for p in found if p.kind is Kind.ARGUMENTS) == '{"a": [1]}'
+        assert "".join(p.text for p in found if p.kind is Kind.CONTENT) == "I ask.call me: {}"
