@@ -27,7 +27,6 @@ from ridgeline.lab.page import load
 from ridgeline.request import Sampling
 from ridgeline.server.app import make_routes
 from ridgeline.server.bodies import (
-    ANYTHING,
     HARMLESS,
     UNSUPPORTED,
     Asking,
@@ -189,8 +188,6 @@ def refused(fields_: Unsupported) -> Callable[[], str]:
 
 
 def _allowed(values: tuple[object, ...]) -> str:
-    if values is ANYTHING:
-        return "(any value)"
     return " or ".join(f"`{json.dumps(value)}`" for value in values)
 
 

@@ -31,9 +31,13 @@ from ridgeline.request import (
 from ridgeline.server.errors import ApiError, quote
 
 MAX_PRIORITY = 1 << 31
+MAX_TOOLS, MAX_TOOL_NAME = 512, 256
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 MAX_EXACT_FLOAT = 1 << 53
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool",
+}  # fmt: skip
 NO_EFFECT = "accepted, and without effect on the answer"
 
 NoEffectText = Annotated[str, says(NO_EFFECT)] | None
@@ -187,6 +191,32 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: Annotated[str, says("text of this part; parts are joined as they stand")]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, says("the tool's name", lengths=(1, MAX_TOOL_NAME))]
+    arguments: Annotated[
+        Any, says("a JSON object, as text or as it is", kind="object or string", example="{}")
+    ] = None
+
+
+class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: CalledFunction
+    id: Annotated[str, says("as the answer gave it")] | None = None
+    type: Annotated[str, says(choices=("function",))] = "function"
+    index: Annotated[int, says(NO_EFFECT)] | None = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, says("what the model calls it by", lengths=(1, MAX_TOOL_NAME))]
+    description: Annotated[str, says("what it does, for the model")] | None = None
+    parameters: Annotated[dict[str, Any], says("JSON schema of its arguments")] | None = None
+    strict: Annotated[bool, says("hold the arguments to the schema")] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Annotated[str, says(choices=("function",))]
+    function: Function
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Annotated[str, says("who says it; developer is system", choices=tuple(ROLES))]
     content: Annotated[
@@ -199,11 +229,16 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     name: Annotated[str, says("handed to the chat template", lengths=(None, 64))] | None = None
-
-
-class TemplateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    enable_thinking: (
-        Annotated[bool, says("handed to the chat template", default="the template's own")] | None
+    tool_calls: (
+        Annotated[
+            list[Any],
+            says("what the assistant called", kind="list of objects", fields=EarlierCall),
+        ]
+        | None
+    ) = None
+    tool_call_id: Annotated[str, says("of a tool: which call it answers")] | None = None
+    reasoning_content: (
+        Annotated[str, says("of the assistant: handed to the chat template")] | None
     ) = None
 
 
@@ -211,15 +246,50 @@ Messages = Annotated[
     list[Any],
     says("the conversation so far", lengths=(1, None), kind="list of objects", fields=Message),
 ]
-BeginsAnswer = Annotated[bool, says("end the prompt where the assistant begins")]
+BeginsAnswer = Annotated[
+    bool,
+    says("end the prompt where the assistant begins", default="true, unless it goes on with one"),
+]
 OfTemplate = Annotated[
-    dict[str, Any], says("options of the chat template", kind="object", fields=TemplateOptions)
+    dict[str, Any], says("handed to the chat template, as enable_thinking", kind="object")
+]
+Continues = Annotated[bool, says("the answer goes on with the text of the last message")]
+Tools = Annotated[
+    list[Any],
+    says("what the model may call", lengths=(None, MAX_TOOLS), kind="list of objects", fields=Tool),
 ]
 
 
 class ChatBody(Asking, frozen=True, kw_only=True):
     messages: Messages
-    add_generation_prompt: BeginsAnswer = True
+    tools: Tools | None = None
+    tool_choice: (
+        Annotated[
+            Any,
+            says(
+                "whether to call tools: auto as the model likes, none not at all",
+                kind="auto or none",
+                default="auto",
+                example="auto",
+            ),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: Annotated[bool, says("false: one call at most")] = True
+    reasoning_effort: (
+        Annotated[
+            str,
+            says(
+                "handed to the chat template; none also as enable_thinking: false",
+                lengths=(1, 32),
+                default="the template's own",
+            ),
+        ]
+        | None
+    ) = None
+    include_reasoning: Annotated[bool, says("show the reasoning of a model that reasons")] = True
+    add_generation_prompt: BeginsAnswer | None = None
+    continue_final_message: Continues = False
     chat_template_kwargs: OfTemplate | None = None
     max_completion_tokens: (
         Annotated[
@@ -260,7 +330,9 @@ class TokenizeText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: Messages
-    add_generation_prompt: BeginsAnswer = True
+    tools: Tools | None = None
+    add_generation_prompt: BeginsAnswer | None = None
+    continue_final_message: Continues = False
     chat_template_kwargs: OfTemplate | None = None
     model: OtherModel = ""
     return_token_strs: TokenTexts = False
@@ -277,12 +349,11 @@ HARMLESS: Declared = {
 
 # Records, beside those of bodies, in which an unknown field is ignored. In others, what it asks for
 # would be missed in the answer.
-OPEN = (StreamOptions, Message, TextPart)
+OPEN = (StreamOptions, Message, TextPart, EarlierCall, CalledFunction, Tool, Function)
 
 # ---------------------------------------------------------------------- what is not served
 
 Unsupported = Mapping[str, tuple[object, ...]]
-ANYTHING = (None,)  # every value asks for nothing
 NOTHING: tuple[object, ...] = ([], {}, "", False, 0, 0.0)
 
 # Field -> the values that ask for nothing. null counts as absent before we get here.
@@ -306,37 +377,29 @@ UNSUPPORTED: Mapping[type[msgspec.Struct], Unsupported] = {
     CompletionBody: {**_BOTH, "suffix": ("",)},
     ChatBody: {
         **_BOTH,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),  # there are no tools to call
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": (),
         "verbosity": (),
         "web_search_options": (),
         "moderation": (),
         "chat_template": (),
         "documents": (),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
         "best_of": (),
-        "include_reasoning": ANYTHING,
         "thinking_token_budget": (),
     },
     # Of an assistant's earlier message, as clients send it back.
-    Message: dict.fromkeys(
-        ("tool_calls", "function_call", "audio", "refusal", "annotations", "tool_call_id"), NOTHING
-    ),
+    Message: dict.fromkeys(("function_call", "audio", "refusal", "annotations"), NOTHING),
 }
 
 
 def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
     """Equal and of the same type, so that 0 is not taken for false."""
-    return harmless is ANYTHING or any(value == v and type(value) is type(v) for v in harmless)
+    return any(value == v and type(value) is type(v) for v in harmless)
 
 
 # ---------------------------------------------------------------------- how a body is read
@@ -432,21 +495,40 @@ _FORMS: Mapping[str, Callable[[object], object]] = {
 
 def check_texts(value: object, param: str) -> None:
     """Raises ApiError for lone surrogates and NUL, which no tokenizer or log survives, in a text
-    or a list of texts."""
+    or a list of texts. In an object, which templates write as JSON, NUL may be."""
     if isinstance(value, str):
         check_text(value, param)
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], str):
+    elif isinstance(value, dict):
+        _check_object(value, param)
+    elif isinstance(value, (list, tuple)) and not (value and isinstance(value[0], int)):
         for index, text in enumerate(value):
             check_texts(text, f"{param}[{index}]")
 
 
-def check_text(text: str, param: str) -> str:
-    """`text` itself; see check_texts."""
+def _check_object(value: object, param: str) -> None:
+    if isinstance(value, str):
+        check_unicode(value, param)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            check_unicode(name, param)
+            _check_object(inner, f"{param}.{name}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_object(inner, f"{param}[{index}]")
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raises ApiError for lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as fault:
         message = f"{param} has a lone surrogate at character {fault.start}"
         raise ApiError("invalid_text", message, param) from None
+
+
+def check_text(text: str, param: str) -> str:
+    """`text` itself; see check_texts."""
+    check_unicode(text, param)
     if "\0" in text:
         raise ApiError("invalid_text", f"{param} has a NUL character", param)
     return text

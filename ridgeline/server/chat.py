@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ridgeline.server.bodies import (
     ROLES,
+    CalledFunction,
     ChatBody,
+    EarlierCall,
+    Function,
     Message,
-    TemplateOptions,
     TextPart,
     TokenizeChat,
+    Tool,
     check_text,
+    check_texts,
     read,
     wrong_type,
 )
@@ -27,7 +32,10 @@ from ridgeline.server.parsed_request import (
     sampling_of,
 )
 
-TOOLS = ("tools", "functions")
+TOOLS = ("tools", "functions", "tool_choice")
+# Names of chat_template_kwargs that a template gets from other fields.
+OWN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+THINKING = ("enable_thinking", "thinking")  # as Qwen's, GLM's and DeepSeek's templates call it
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
@@ -64,6 +72,7 @@ def read_chat(
         rename,
         top_logprobs=logprobs,
         drop_output=max_tokens == 0,
+        tools=_callable(asked, conversation.tools),
     )
 
 
@@ -79,27 +88,83 @@ def _max_tokens(asked: ChatBody) -> tuple[int | None, str]:
 
 def conversation_of(asked: ChatBody | TokenizeChat) -> Conversation:
     """The messages and how to render them. Raises ApiError with the message's place."""
+    messages = tuple(_message(item, f"messages[{i}]") for i, item in enumerate(asked.messages))
+    goes_on = asked.continue_final_message
+    if goes_on and asked.add_generation_prompt:
+        raise ApiError(
+            "invalid_value",
+            "continue_final_message cannot be combined with add_generation_prompt",
+            "continue_final_message",
+        )
+    if goes_on and messages[-1].get("tool_calls"):
+        raise ApiError(
+            "invalid_messages",
+            "continue_final_message needs a last message that ends with text",
+            "continue_final_message",
+        )
+    begins = asked.add_generation_prompt
     return Conversation(
-        tuple(_message(item, f"messages[{i}]") for i, item in enumerate(asked.messages)),
-        asked.add_generation_prompt,
-        _template_options(asked.chat_template_kwargs or {}),
+        messages,
+        not goes_on if begins is None else begins,
+        _template_options(asked),
+        _tools(asked.tools or ()),
+        goes_on,
     )
 
 
-def _template_options(given: Mapping[str, object]) -> tuple[tuple[str, bool], ...]:
-    served = TemplateOptions.__struct_fields__
-    if not set(served).issuperset(given):
+def _template_options(asked: ChatBody | TokenizeChat) -> dict[str, Any]:
+    """What the chat template may use by name."""
+    given = asked.chat_template_kwargs or {}
+    if taken := sorted(OWN_NAMES.intersection(given)):
+        place = f"chat_template_kwargs.{taken[0]}"
+        raise ApiError("invalid_value", f"{place} has a field of its own: {taken[0]}", place)
+    effort = asked.reasoning_effort if isinstance(asked, ChatBody) else None
+    if effort is None:
+        return dict(given)
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, **dict.fromkeys(THINKING, thinks), **given}
+
+
+def _tools(given: Sequence[object]) -> tuple[dict[str, Any], ...]:
+    """The tools as they were given, each looked at."""
+    found: list[dict[str, Any]] = []
+    for i, item in enumerate(given):
+        param = f"tools[{i}]"
+        if not isinstance(item, dict):
+            raise wrong_type(param, "an object", item)
+        tool = read(item, Tool, param)
+        _check_function(tool.type, tool.function, param)
+        found.append(item)
+    return tuple(found)
+
+
+def _check_function(kind: str, function: Function | CalledFunction, param: str) -> None:
+    if kind != "function":
+        place = f"{param}.type"
+        message = f"{place} {quote(kind)} is not served; use function"
+        raise ApiError("unsupported_parameter", message, place)
+    check_text(function.name, f"{param}.function.name")
+    if isinstance(function, Function) and function.description is not None:
+        check_text(function.description, f"{param}.function.description")
+
+
+def _callable(asked: ChatBody, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema of the parameters of each tool that may be called, by name."""
+    choice = asked.tool_choice
+    if choice is None or choice == "auto":
+        return {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
+        }
+    if choice == "required" or isinstance(choice, dict):
         raise ApiError(
-            "unsupported_parameter",
-            f"of chat_template_kwargs only {', '.join(served)} is served",
-            "chat_template_kwargs",
+            "unsupported_parameter", "tool_choice: only auto and none are served", "tool_choice"
         )
-    options = read(given, TemplateOptions, "chat_template_kwargs")
-    chosen = ((name, getattr(options, name)) for name in served)
-    return tuple((name, value) for name, value in chosen if value is not None)
+    raise ApiError(
+        "invalid_value", "tool_choice must be auto, none, required or a function", "tool_choice"
+    )
 
 
-def _message(item: object, param: str) -> dict[str, str]:
+def _message(item: object, param: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise wrong_type(param, "an object", item)
     message = read(item, Message, param)
@@ -109,9 +174,37 @@ def _message(item: object, param: str) -> dict[str, str]:
             f"role {quote(message.role)} is not served; use one of {', '.join(ROLES)}",
             param,
         )
-    text = "" if message.content is None else _content(message.content, f"{param}.content")
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": ROLES[message.role], "content": text, **name}
+    made: dict[str, Any] = {"role": ROLES[message.role], "content": ""}
+    if message.content is not None:
+        made["content"] = _content(message.content, f"{param}.content")
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _earlier_call(call, f"{param}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _earlier_call(item: object, param: str) -> dict[str, Any]:
+    """A call in the history, its arguments as an object: most templates want them so."""
+    if not isinstance(item, dict):
+        raise wrong_type(param, "an object", item)
+    call = read(item, EarlierCall, param)
+    _check_function(call.type, call.function, param)
+    place, arguments = f"{param}.function.arguments", call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise ApiError("invalid_messages", f"{place} is not JSON", place) from None
+        check_texts(arguments, place)
+    if not isinstance(arguments, dict | None):
+        raise ApiError("invalid_messages", f"{place} is not a JSON object", place)
+    function = {"name": call.function.name, "arguments": arguments or {}}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _content(value: object, param: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,6 +12,7 @@ from ridgeline import log
 from ridgeline.config import EngineConfig, check_numbers
 from ridgeline.declared import check_fields, says
 from ridgeline.errors import ConfigError
+from ridgeline.parsers import PARSERS, REASONING
 from ridgeline.router import POLICIES
 
 REPLICAS = re.compile(r"(?P<least>\d{1,3})(:(?P<most>\d{1,3}))?")
@@ -206,6 +208,20 @@ class ServeConfig(Listening, frozen=True, kw_only=True):
         str | None,
         says("what clients put into `model`; several with commas", is_common=True, metavar="NAME"),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        says("a file with the chat template, in place of the model's own", metavar="FILE"),
+    ] = None
+    tool_parser: Annotated[
+        str | None,
+        says(
+            "the format of its calls of tools, if not what its chat template says", choices=PARSERS
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        says("the tags around its reasoning, if not those of its template", choices=REASONING),
+    ] = None
     price_per_hour: (
         Annotated[
             float,
@@ -294,4 +310,10 @@ def check_serve_numbers(config: ServeConfig) -> None:
     check_numbers(config.engine)
     check_fields(config)
     check_fields(config.limits)
+    for name, table in (("tool_parser", PARSERS), ("reasoning_parser", REASONING)):
+        if getattr(config, name) not in (None, *table):
+            known = ", ".join(table)
+            raise ConfigError(f"unknown {name} {getattr(config, name)!r}; choose one of {known}")
+    if config.chat_template is not None and not Path(config.chat_template).is_file():
+        raise ConfigError(f"chat_template: there is no file {config.chat_template}")
     _ = config.num_replicas

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ridgeline.config import EngineConfig
+from ridgeline.parsers import REASONING, parser_class
+from ridgeline.parsers.parser import Parser, Tags
+from ridgeline.server.bodies import ChatBody
+from ridgeline.server.chat_messages import MAX_CALLS, MessageReader
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
+from ridgeline.server.parsed_request import ParsedRequest
 from ridgeline.server.text_wire import Loaded, VocabularyTable, vocabulary_of
 from ridgeline.server.wire import Ready
 from ridgeline.text.vocabulary import Vocabulary
@@ -41,6 +47,16 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the model writes calls of tools and reasoning in a chat. `vocabulary` shows the special
+    tokens that its parser looks for."""
+
+    parser: type[Parser] = Parser
+    reasoning: Tags | None = None
+    vocabulary: Vocabulary | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The text side of the model, and what the engine process said of the rest.
 
@@ -56,6 +72,7 @@ class ServedModel:
     texts: TokenTexts
     folder: Path
     table: VocabularyTable | None = None  # what the engine is told of the vocabulary
+    format: AnswerFormat = AnswerFormat()
 
     @property
     def no_grammars(self) -> str:
@@ -76,6 +93,33 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def message_reader(
+        self, call: ParsedRequest, prompt_token_ids: Sequence[int]
+    ) -> Callable[[], MessageReader]:
+        """Makes what reads one choice of the answer to a chat."""
+        parser, tags = self.format.parser, self.format.reasoning
+        make: Callable[[], Parser] | None = None
+        if call.tools or tags is not None or parser.own_reasoning:
+            is_reasoning = tags is not None and self._reasons(prompt_token_ids, call, tags)
+            make = partial(parser, call.tools, tags, is_reasoning=is_reasoning)
+        body = call.body
+        most = 1 if isinstance(body, ChatBody) and not body.parallel_tool_calls else MAX_CALLS
+        shown = not isinstance(body, ChatBody) or body.include_reasoning
+        return lambda: MessageReader(
+            None if make is None else make(), most_calls=most, shows_reasoning=shown
+        )
+
+    def _reasons(self, prompt_token_ids: Sequence[int], call: ParsedRequest, tags: Tags) -> bool:
+        """Whether the prompt ends within reasoning."""
+        if call.conversation is not None and call.conversation.continue_final_message:
+            text = str(call.conversation.messages[-1]["content"])
+            return text.rfind(tags.begin) > text.rfind(tags.end)
+        if self.vocabulary is None:
+            return False
+        tail = prompt_token_ids[-2 * len(tags.begin) :]  # a token has a byte at least
+        text = self.vocabulary.decode(tail, skip_special_tokens=False)
+        return text.rstrip().endswith(tags.begin)
 
     def check_name(self, name: str) -> None:
         """Raises ApiError when a request names another model."""
@@ -118,7 +162,21 @@ def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path
         TokenTexts(vocabulary),
         folder,
         table,
+        _answer_format(config, loaded, vocabulary),
     )
+
+
+def _answer_format(
+    config: ServeConfig, loaded: Loaded, vocabulary: Vocabulary | None
+) -> AnswerFormat:
+    parser = parser_class(config.tool_parser or loaded.tool_parser)
+    reasoning = REASONING[config.reasoning_parser or loaded.reasoning_parser]
+    if vocabulary is None:
+        return AnswerFormat(parser, reasoning)
+    looked_for = {*parser.begins, *parser.others, *(reasoning or ())}
+    wanted = {text.encode() for text in looked_for}
+    shown = {i for i in vocabulary.special_ids if vocabulary.token_bytes(i) in wanted}
+    return AnswerFormat(parser, reasoning, vocabulary.showing(shown) if shown else vocabulary)
 
 
 class TokenTexts:

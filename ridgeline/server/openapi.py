@@ -108,6 +108,8 @@ KINDS: Mapping[str, Callable[[Field], Schema]] = {
         ]
     },
     "list of strings": lambda field: _list(field, _string(field.items[0])),
+    "auto or none": lambda field: {"enum": ["auto", "none"]},
+    "object or string": lambda field: {"anyOf": [_object(field), TEXT]},
     "list of objects": lambda field: _list(field, _object(field)),
     "list of token ids": lambda field: _list(field, TOKEN_ID),
     "string or list of strings": lambda field: {"anyOf": [STOP_TEXT, _list(field, STOP_TEXT)]},
@@ -186,6 +188,7 @@ BODY = (
 )  # fmt: skip
 CONVERSATION = (
     "invalid_messages", "chat_template_missing", "media_url_not_allowed", "unsupported_parameter",
+    "limit_exceeded",
 )  # fmt: skip
 ANSWER = (
     *BODY, "unsupported_parameter", "limit_exceeded", "queue_timeout", "deadline_exceeded",

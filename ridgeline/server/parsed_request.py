@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from msgspec import structs
@@ -23,7 +23,7 @@ from ridgeline.server.bodies import (
 )
 from ridgeline.server.errors import ApiError, from_fault
 
-Message = dict[str, str]  # as the chat template takes it
+Message = dict[str, Any]  # as the chat template takes it
 Prompt = str | tuple[Any, ...]
 
 # What a beam search cannot honour, and the values that ask for nothing. The model's own defaults
@@ -44,7 +44,9 @@ class Conversation:
 
     messages: tuple[Message, ...]
     add_generation_prompt: bool = True
-    template_options: tuple[tuple[str, bool], ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class ParsedRequest:
     `sampling` still has open fields (max_tokens None, seed None). `rename` maps our field names
     to those the client used, for faults found later. `top_logprobs` is what to show per token,
     None for no log-probabilities. `drop_output`: nothing is said beside the prompt (max_tokens 0).
+    `tools` are the schemas of what may be called, by name.
     """
 
     body: CompletionBody | ChatBody
@@ -63,6 +66,7 @@ class ParsedRequest:
     rename: dict[str, str]
     top_logprobs: int | None = None
     drop_output: bool = False
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:

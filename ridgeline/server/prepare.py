@@ -63,6 +63,8 @@ def conversation_question(conversation: Conversation, model: ServedModel) -> Enc
         conversation.add_generation_prompt,
         dict(conversation.template_options),
         model.ready.max_servable_tokens,
+        conversation.tools,
+        conversation.continue_final_message,
     )
 
 
@@ -132,7 +134,7 @@ def _answer(
         answer_id,
         ids,
         sampling,
-        tokenizer=model.vocabulary,
+        tokenizer=model.format.vocabulary if call.is_chat else model.vocabulary,
         end_token_ids=frozenset(model.ready.end_token_ids),
         arrival_time=now,
         priority=call.body.priority,

@@ -8,7 +8,7 @@ come when `return_token_ids` asks for them, and always from a model that has no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
@@ -20,6 +20,7 @@ from ridgeline.answer import Answer, Choice, ChoiceDelta
 from ridgeline.errors import check
 from ridgeline.request import TokenLogprobs
 from ridgeline.server.active_request import ActiveRequest
+from ridgeline.server.chat_messages import ChatDelta, ChatMessage, MessageReader
 from ridgeline.server.errors import ApiError
 from ridgeline.server.model import Places, TokenTexts, places_of_prompt
 from ridgeline.server.parsed_request import ParsedRequest
@@ -110,12 +111,6 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str
-    refusal: None = None
-
-
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatMessage
@@ -123,11 +118,6 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
 
 
 class ChatPiece(msgspec.Struct, frozen=True):
@@ -204,8 +194,11 @@ class Renderer:
         texts: TokenTexts,
         prompt_texts: Sequence[str],
         price_per_hour: float | None = None,
+        message_reader: Callable[[], MessageReader] | None = None,
     ) -> None:
         self._call = call
+        self._new_reader = message_reader
+        self._readers: dict[int, MessageReader] = {}  # of each choice of a chat
         self._id = reply_id
         self._created = created
         self._model = call.body.model or model
@@ -247,12 +240,12 @@ class Renderer:
         entries, dropped = choice.logprobs, self._call.drop_output
         if self._call.is_chat:
             logprobs = None if entries is None else self._chat_logprobs(() if dropped else entries)
-            message = ChatMessage("assistant", "" if dropped else choice.text)
+            reader = self._reader(index)
             return ChatChoice(
                 index,
-                message,
+                reader.whole("" if dropped else choice.text),
                 logprobs,
-                "length" if dropped else choice.finish_reason,
+                "length" if dropped else reader.finish_reason(choice.finish_reason),
                 None if dropped else choice.stop_reason,
                 self._ids(() if dropped else choice.token_ids),
             )
@@ -280,6 +273,13 @@ class Renderer:
             self._ids(() if dropped else choice.token_ids),
             self._ids(answer.prompt_token_ids),
         )
+
+    def _reader(self, index: int) -> MessageReader:
+        found = self._readers.get(index)
+        if found is None:
+            make = self._new_reader or MessageReader
+            found = self._readers[index] = make()
+        return found
 
     def _places_of_output(self, start: int = 0) -> Places:
         hides = self._call.sampling.skip_special_tokens
@@ -312,19 +312,21 @@ class Renderer:
         prompt_ids = self._prompt_ids(delta, active)
         if not self._call.is_chat:
             return self._completion_piece(delta, usage, prompt_ids)
-        events = b""
+        events, reader = b"", self._reader(delta.index)
         entries = delta.logprobs if self._call.top_logprobs is not None else ()
-        if delta.text or entries or (self._show_ids and delta.token_ids):
+        said = reader.delta(delta.text, is_last=delta.finish_reason is not None)
+        if said or entries or (self._show_ids and delta.token_ids):
             logprobs = self._chat_logprobs(entries) if entries else None
             piece = ChatPiece(
                 delta.index,
-                ChatDelta(None, delta.text),
+                said or ChatDelta(None, ""),
                 logprobs,
                 token_ids=self._ids(delta.token_ids),
             )
             events = self._event(piece, usage, prompt_ids)
         if delta.finish_reason:
-            end = ChatPiece(delta.index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)
+            reason = reader.finish_reason(delta.finish_reason)
+            end = ChatPiece(delta.index, ChatDelta(), None, reason, delta.stop_reason)
             events += self._event(end, usage)
         return events
 

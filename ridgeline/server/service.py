@@ -114,8 +114,10 @@ class Service(Drained):
         self.model: ServedModel | None = None
         self.open: set[ActiveRequest] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
-        self.text = TextClient(config.limits.tokenizer_processes)
         self._compiled: OrderedDict[str, None] = OrderedDict()  # constraints that can be served
+        self.text = TextClient(
+            config.limits.tokenizer_processes, config.chat_template, config.tool_parser
+        )
         self.pool = ThreadPoolExecutor(WORKER_THREADS, "worker")
         self.aside_pool = ThreadPoolExecutor(1, "aside")
 
@@ -415,8 +417,16 @@ def _renderer(
 ) -> Renderer:
     prefix = "chatcmpl-" if call.is_chat else "cmpl-"
     reply_id = prefix + request_id.removeprefix("req-")
+    prompt = prepared.answers[0].prompt_token_ids if call.is_chat else ()
     return Renderer(
-        call, reply_id, epoch_s(), model.name, model.texts, prepared.prompt_texts, price_per_hour
+        call,
+        reply_id,
+        epoch_s(),
+        model.name,
+        model.texts,
+        prepared.prompt_texts,
+        price_per_hour,
+        model.message_reader(call, prompt),
     )
 
 

@@ -204,9 +204,9 @@ class ForkServer:
         await self.process.wait()
         self._wire[1].close()
 
-    async def load(self, folder: Path) -> Loaded:
+    async def load(self, command: LoadText) -> Loaded:
         """Raises ConfigError."""
-        return await self._do(LoadText(str(folder)), Loaded, wall_s=LOAD_WALL_S)
+        return await self._do(command, Loaded, wall_s=LOAD_WALL_S)
 
     async def fork(self, client: TextClient) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -252,8 +252,11 @@ class ForkServer:
 class TextClient:
     """The workers, and whose question each of them has."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(
+        self, num_workers: int, chat_template: str | None = None, tool_parser: str | None = None
+    ) -> None:
         self._num_workers = num_workers
+        self._chat_template, self._tool_parser = chat_template, tool_parser
         self._turns: Turns[_Job] = Turns(num_workers)
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -351,7 +354,9 @@ class TextClient:
             await old.close()
         fork_server = await (ForkServer.start() if spare is None else spare)
         try:
-            loaded = await fork_server.load(folder)
+            loaded = await fork_server.load(
+                LoadText(str(folder), self._chat_template, self._tool_parser)
+            )
         except BaseException as fault:
             await fork_server.close()
             if not isinstance(fault, GONE):

@@ -29,6 +29,7 @@ from msgspec import structs
 from ridgeline.child import die_with_parent, harden
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.frames import HEADER, frame, frame_length, read_exactly
+from ridgeline.parsers import NONE, find_reasoning
 from ridgeline.sampling.grammar import GrammarCompiler
 from ridgeline.server.text_wire import (
     ENCODE_BYTES_PER_BYTE,
@@ -170,9 +171,12 @@ class Worker:
         self._refuse_too_long(words, question.max_tokens, "messages")
         self._stage(is_template=True)
         with limited(TEMPLATE_S, self._own_bytes + WORK_BYTES):
-            written = template.write(
-                question.messages, None, question.add_generation_prompt, **question.options
-            )
+            messages, tools = template.with_tools(question.messages, question.tools)
+            if question.continue_final_message:
+                written = template.write_unended(messages, tools or None, **question.options)
+            else:
+                begins = question.add_generation_prompt
+                written = template.write(messages, tools or None, begins, **question.options)
         self._stage(is_template=False)
         with self._limits_of(written.text):
             return template.encode(written)
@@ -251,7 +255,7 @@ class ForkServer:
             command, fd = self._take()
             done: Done
             if isinstance(command, LoadText):
-                done = self._load(Path(command.folder))
+                done = self._load(command)
             elif isinstance(command, Fork):
                 done = Forked(self._fork(socket.socket(fileno=fd)))
             else:
@@ -263,12 +267,13 @@ class ForkServer:
         header += read(self._sock, HEADER.size - len(header))
         return _COMMANDS.decode(read(self._sock, frame_length(header))), fds[0] if fds else None
 
-    def _load(self, folder: Path) -> Loaded | LoadFailed:
+    def _load(self, command: LoadText) -> Loaded | LoadFailed:
+        folder = Path(command.folder)
         size = LOAD_BYTES_PER_BYTE * _size_of(folder)
         stderr = _silence()
         try:
             with limited(LOAD_S, address_space() + LOAD_BYTES + size):
-                return self._read(folder)
+                return self._read(folder, command)
         except ConfigError as fault:
             return LoadFailed(str(fault))
         except MemoryError:
@@ -280,12 +285,17 @@ class ForkServer:
             os.dup2(stderr, STDERR)
             os.close(stderr)
 
-    def _read(self, folder: Path) -> Loaded:
+    def _read(self, folder: Path, command: LoadText) -> Loaded:
         tokenizer = self._tokenizer = load_tokenizer(folder)
-        template = self._template = load_chat_template(folder, tokenizer)
+        own = None if command.chat_template is None else Path(command.chat_template)
+        template = self._template = load_chat_template(folder, tokenizer, own)
         if tokenizer is None:
             return Loaded(template is not None, None)
         tokenizer.encode_marked("a", MARK)  # what is made at first use, workers then share
+        parsers = (NONE, NONE)
+        if template is not None:
+            name = template.choose_parser(command.tool_parser)
+            parsers = name, find_reasoning(template.sources)
         rule, size = None, tokenizer.vocab_size
         tables: tuple[tuple[bytes, bytes], ...] = ()
         if tokenizer.pieces is not None:
@@ -297,7 +307,7 @@ class ForkServer:
         table = VocabularyTable(tuple(tokenizer.special_ids), rule, tables)
         gc.collect()
         gc.freeze()  # so that workers leave the pages of all this alone
-        return Loaded(template is not None, table, tokenizer.eos_token_id)
+        return Loaded(template is not None, table, tokenizer.eos_token_id, *parsers)
 
     def _fork(self, sock: socket.socket) -> int:
         fork_server, pid = os.getpid(), os.fork()

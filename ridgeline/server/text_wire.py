@@ -6,8 +6,11 @@ the other; each worker answers one question at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from ridgeline.parsers import NONE
 from ridgeline.text.pieces import DecodingRule
 from ridgeline.text.vocabulary import Table, Vocabulary
 
@@ -30,10 +33,13 @@ IDS = "i"  # code of an array of token ids: 32 bits each
 
 
 class LoadText(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """The first command: read the tokenizer and the chat template of this folder or GGUF file. The
-    answer is Loaded or LoadFailed."""
+    """The first command: read the tokenizer and the chat template of this folder or GGUF file, or
+    the template in a file of its own, for that tool parser if one is named. The answer is Loaded
+    or LoadFailed."""
 
     folder: str
+    chat_template: str | None = None
+    tool_parser: str | None = None
 
 
 class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
@@ -63,11 +69,14 @@ def vocabulary_of(table: VocabularyTable) -> Vocabulary | None:
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     """`vocabulary`: None for a model without a tokenizer. `end_token_id`: what its files say; the
-    model's own configuration may say others."""
+    model's own configuration may say others. `tool_parser` and `reasoning_parser`: names of
+    ridgeline.parsers, found in the template."""
 
     has_template: bool
     vocabulary: VocabularyTable | None
     end_token_id: int | None = None
+    tool_parser: str = NONE
+    reasoning_parser: str = NONE
 
 
 class LoadFailed(msgspec.Struct, tag="load failed", array_like=True, frozen=True):
@@ -95,10 +104,12 @@ class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
 class EncodeChat(msgspec.Struct, tag="chat", array_like=True, frozen=True):
     """The same of a conversation."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     add_generation_prompt: bool
-    options: dict[str, bool]
+    options: dict[str, Any]
     max_tokens: int
+    tools: tuple[dict[str, Any], ...] = ()
+    continue_final_message: bool = False
 
 
 class CheckGrammar(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_object, refuse
 from ridgeline.loader.gguf import is_gguf, read_gguf
+from ridgeline.parsers import GENERIC, find_parser
 from ridgeline.text.template import MAX_OUTPUT_CHARS, Template, TemplateRefusal
 from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.tool_messages import SHORT_ID, CallForm, find_form, in_form, in_words
 
 MARK = "\ufdd0"  # a noncharacter: Unicode reserves it for use inside programs
+END_MARK = "\ufdd1"  # another: where the text of the last message ends
 MAX_REASON_CHARS = 200
 NO_TOKENIZER = "this model has no tokenizer files; give token ids"
 
@@ -42,9 +46,39 @@ class ChatTemplate:
         self, templates: Mapping[str, str], tokenizer: Tokenizer | None, path: Path
     ) -> None:
         self._tokenizer = tokenizer
+        self._in_words = False  # tools are told so
         self._templates = {name: _compile(source, path) for name, source in templates.items()}
         self._named = dict(tokenizer.named_tokens) if tokenizer is not None else {}
         self._everywhere, self._in_foreign_words = self._control_tokens()
+
+    @property
+    def sources(self) -> list[str]:
+        return [template.source for template in self._templates.values()]
+
+    def choose_parser(self, name: str | None = None) -> str:
+        """The name of the parser for calls of tools: `name` itself, or what the template says. With
+        the generic one the tools are told in words from now on."""
+        name = name or (GENERIC if self.call_form is None else find_parser(self.sources))
+        self._in_words = name == GENERIC
+        return name
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the template takes calls of tools; None when it knows none."""
+        if not any("tool" in source for source in self.sources):
+            return None
+        return find_form(self.render)
+
+    def with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[Sequence[Message], Sequence[Message] | None]:
+        """The conversation as this template takes it, if it offers tools or has calls of them."""
+        if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            return messages, None
+        if self._in_words or (form := self.call_form) is None:
+            return in_words(messages, tools), None
+        short_ids = any(SHORT_ID in source for source in self.sources)
+        return in_form(messages, form, short_ids=short_ids), tools
 
     def render(
         self,
@@ -106,6 +140,20 @@ class ChatTemplate:
             **self._marked(dict(kwargs), self._in_foreign_words),
         )
         return Written(text, is_marked=True)
+
+    def write_unended(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
+    ) -> Written:
+        """The same up to where the last message's text ends, so that an answer goes on with it."""
+        last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{END_MARK}"}
+        written = self.write([*messages[:-1], last], tools, False, **kwargs)
+        begin, mark, _ = written.text.rpartition(END_MARK)
+        if not mark:
+            raise _fault("it leaves out the message that is to be continued")
+        return replace(written, text=begin)
 
     def encode(self, written: Written) -> list[int]:
         """The second half: all that the tokenizer does."""
@@ -249,12 +297,16 @@ def _texts(value: object) -> Iterable[str]:
             yield from _texts(item)
 
 
-def load_chat_template(folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template of a model folder or a GGUF file; None when it has none. ConfigError for a
-    broken one.
+def load_chat_template(
+    folder: Path, tokenizer: Tokenizer | None, own: Path | None = None
+) -> ChatTemplate | None:
+    """The chat template in the file `own`, else that of a model folder or a GGUF file; None when
+    it has none. ConfigError for a broken one.
 
     chat_template.jinja comes before chat_template.json and that before tokenizer_config.json.
     """
+    if own is not None:
+        return ChatTemplate(_read_jinja(own), tokenizer, own)
     if is_gguf(folder):
         templates = _read_metadata(folder)
         return ChatTemplate(templates, tokenizer, folder) if templates else None

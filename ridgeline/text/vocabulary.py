@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 
 from ridgeline.errors import RequestFault
 from ridgeline.sampling.grammar import GrammarCompiler
@@ -34,6 +35,12 @@ class Vocabulary:
         if self.pieces is None:
             return WindowDetokenizer(self.decode_whole, hidden, prompt_token_ids)
         return ByteDetokenizer(self.pieces, hidden, prompt_token_ids)
+
+    def showing(self, token_ids: Collection[int]) -> Vocabulary:
+        """The same, in which these are ordinary tokens of the text."""
+        found = copy(self)
+        found.special_ids = self.special_ids.difference(token_ids)
+        return found
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids

@@ -8,6 +8,8 @@ can be told from its prompt alone. A prompt may begin with orders for the device
 !fault  the step fails                               !eos    the fourth token is the end token
 !crawl  each step with this request takes 200 ms
 !shell  the step starts a program
+
+Wherever a prompt says "!say ", the answer is what follows, up to the next special token.
 """
 
 from __future__ import annotations
@@ -120,6 +122,8 @@ class FakeExecutor:
         seed = None if sampling.is_greedy else sampling.seed
         before = list(row.token_ids[: entry.start + entry.num_tokens])
         token_id = candidates(before, seed, 1)[0]
+        if (said := _said(row.token_ids[: row.num_prompt_tokens])) is not None:
+            token_id = [*said, END][min(row.num_output_tokens, len(said))]
         if row.order == "!eos" and row.num_output_tokens == 3:
             token_id = END
         row.token_ids[len(before) :] = [token_id]
@@ -127,6 +131,13 @@ class FakeExecutor:
         if sampling.logprobs is not None:
             entry_logprobs = _logprobs(before, token_id, sampling.logprobs)
             result.logprobs[entry.request_id] = (entry_logprobs,)
+
+
+def _said(prompt: Sequence[int]) -> bytes | None:
+    """What the last order of a prompt tells the model to say."""
+    text = bytes(token_id if token_id < 256 else 0 for token_id in prompt)
+    _, order, rest = text.rpartition(b"!say ")
+    return rest.partition(b"\0")[0] if order else None
 
 
 def _row(new: NewRequest) -> Row:

@@ -345,6 +345,8 @@ REFUSALS = {
     ("invalid_token_id", "stop_token_ids"), ("invalid_token_id", "logit_bias"),
     ("missing_required_parameter", "beam_width"), ("limit_exceeded", "n"),
     ("limit_exceeded", "prompt"), ("invalid_api_key", ""),
+    ("invalid_messages", "continue_final_message"), ("invalid_value", "continue_final_message"),
+    ("invalid_value", "chat_template_kwargs"),
     *(("context_length_exceeded", name) for name in (
         "prompt", "messages", "tokens", "max_tokens", "max_completion_tokens", "beam_width")),
     *(("invalid_value", name) for name in CONTRADICTIONS),

@@ -28,7 +28,16 @@ from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.model import served_model
 from ridgeline.server.text_client import TextClient, TextFault, Turns
 from ridgeline.server.text_process import ForkServer, Worker, limited
-from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed, Refusal
+from ridgeline.server.text_wire import (
+    IDS,
+    Encode,
+    EncodeChat,
+    Ids,
+    Loaded,
+    LoadFailed,
+    LoadText,
+    Refusal,
+)
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.bombs import (
@@ -108,7 +117,7 @@ async def lose(
 def loaded_here(folder: Path, kind: type[Any] = Loaded) -> tuple[Any, ForkServer]:
     """As the fork server's process has it, over the wire's bytes."""
     fork_server = ForkServer(None)  # type: ignore[arg-type]
-    loaded = fork_server._load(folder)
+    loaded = fork_server._load(LoadText(str(folder)))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=kind), fork_server
 
 
