@@ -18,7 +18,7 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu test-ray check mutants simulate-core fuzz bench train-demo wheel check-install clean
+.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu test-ray test-clients check mutants simulate-core fuzz bench train-demo wheel check-install clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with what answering needs, pinned"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-full      the tests with the full amounts"
 	@echo "make test-gpu       the tests on a CUDA device, and those that need one"
 	@echo "make test-ray       the tests that need Ray, which it installs (240 MB)"
+	@echo "make test-clients   flows of clients that people use, each in an environment of its own (400 MB)"
 	@echo "make check          style, types and who imports whom"
 	@echo "make docs           the tables of docs/http-api.md and docs/configuration.md, from the code"
 	@echo "make mutants        plant bugs in the core and see that the tests find them"
@@ -117,6 +118,9 @@ test-ray: setup-dev
 	$(BIN)/python -m pip install -c $(PINS) --no-build-isolation -e '.[ray]'
 	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" tests/distributed/test_ray.py \
 	  tests/server/test_ray_app.py $(ARGS)
+
+test-clients: setup-dev
+	@$(BIN)/python -m tools.clients $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff check .
