@@ -731,12 +731,6 @@ MUTANTS = (
         "        except Exception as fault:\n            return self._fail(step",
     ),
     Mutant(
-        "ranks: a step that a dead rank was not sent is a failed step",
-        ENGINE,
-        "        except EngineFault as fault:\n            future = _Failed(fault)",
-        "        except Exception as fault:\n            future = _Failed(fault)",
-    ),
-    Mutant(
         "ranks: one that is found dead behind a failed step is forgotten",
         ENGINE,
         "            except EngineFault as fault:\n                say(",

@@ -41,12 +41,13 @@ def add_machine_flags(parser: Parser) -> None:
     for name, what in (
         ("tp", "devices that split every layer"),
         ("pp", "stages that split the layers"),
-        ("ep", "of the tp devices, those that divide the experts"),
+        ("dp", "groups of tp devices that attend for requests of their own"),
+        ("ep", "of the tp x dp devices, groups that divide the experts"),
     ):
         flag(f"--{name} N", what, positive, default=1)
     flag("--weights", "number format of weights (the checkpoint's own)", choices=NUMBER_FORMATS)
     flag("--kv", "and of the KV cache", default="auto", choices=("auto", *NUMBER_FORMATS))
-    parser.mark_expert("--pp", "--ep")
+    parser.mark_expert("--pp", "--dp", "--ep")
     flag("--calibration FILE", "of ridgeline calibrate", Path)
     flag("--price USD", "of one device for an hour, not the catalogue's", number(0))
 
@@ -104,8 +105,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     own = own_format(spec, device)
     weights = args.weights or (CHECKPOINT if is_quantized(spec) else own)
     precision = Precision.named(weights, args.kv, dtype=own)
-    constants = as_served(calibration, spec, device, precision)
-    layout = Layout(args.tp, args.pp, args.ep)
+    layout = Layout(args.tp, args.pp, args.ep, dp=args.dp)
+    constants = as_served(calibration, spec, device, precision, layout)
     return with_cuts(Setup(spec, device, layout, precision, constants))
 
 

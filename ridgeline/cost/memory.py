@@ -55,7 +55,7 @@ KV_CACHE = "KV cache"
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Of one device. `kv_bytes_per_token` is one token in all its layers, `capacity_bytes` what may
-    be taken; `max_sequences` requests of full length fit at once."""
+    be taken; `max_sequences` requests of full length fit at once, on all groups of devices."""
 
     items: tuple[MemoryItem, ...]
     kv_bytes_per_token: int
@@ -108,7 +108,8 @@ def plan_or_none(setup: Setup, limits: Limits) -> MemoryPlan | None:
     capacity = int(setup.device.memory_bytes * limits.utilization)
     per_sequence = blocks_per_sequence(setup.spec, limits)
     fits = free_blocks(setup, limits, fixed)
-    if fits < per_sequence * limits.least_sequences:
+    groups = setup.layout.dp  # each has its part of the requests, and blocks of its own
+    if fits < per_sequence * -(-limits.least_sequences // groups):
         return None
     num_blocks = min(fits, limits.max_num_seqs * per_sequence)
     cache = MemoryItem(
@@ -124,7 +125,7 @@ def plan_or_none(setup: Setup, limits: Limits) -> MemoryPlan | None:
         num_blocks,
         sum(item.bytes for item in items),
         capacity,
-        num_blocks // per_sequence,
+        num_blocks // per_sequence * groups,
     )
 
 
@@ -167,7 +168,7 @@ def fixed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
             context=limits.max_model_len,
             dtype_bytes=setup.precision.dtype_bytes,
             ranks=setup.layout.tp,
-            ep=setup.layout.ep,
+            expert_ranks=setup.layout.expert_devices // setup.layout.ep,
             kind=device_kind(setup.device.kind),
         ),
         *_library_items(setup),
@@ -268,7 +269,7 @@ def fit_suggestions(setup: Setup, limits: Limits, count: int = 3) -> tuple[Chang
 
 def needed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
     """What the model and the least number of requests of full length take, fit or not."""
-    sequences = limits.least_sequences
+    sequences = -(-limits.least_sequences // setup.layout.dp)
     cache = blocks_per_sequence(setup.spec, limits) * sequences + 1
     request = MemoryItem(
         KV_CACHE,

@@ -4,6 +4,9 @@ Letters: M tokens of the step, R rows that need logits, E hidden, H query heads,
 size, F feed-forward, V vocabulary, X experts. Everything is of one device, the fullest ("rank");
 the layers of all pipeline stages are listed, because a token passes them all.
 
+With several groups of devices (dp) the tokens of a step are those of one group, but for what is in
+`OF_WAVE`: every device does that for the tokens of all groups, which come together before.
+
 Formulas: a matrix product of [M, k] and [k, n] takes 2 M n k operations and moves its weights, its
 input and its output once; decode attention reads every visible key and value once; causal prefill
 attention computes the visible pairs and reads each visible key once per chunk. Expected experts
@@ -14,7 +17,7 @@ out what nobody needs of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.counts import flops_per_key, kept_bits, layer_kv_bytes, nearest_format
@@ -55,6 +58,16 @@ KINDS = (
     "point_to_point",
 )
 COLLECTIVES = KINDS[-4:]
+OF_WAVE = frozenset(
+    {
+        ROUTER,
+        "experts_gate_up",
+        "experts_activation",
+        "experts_down",
+        "experts_sum",
+        "sum_experts",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +119,38 @@ def step_ops(
     layout: Layout = ONE_DEVICE,
     precision: Precision = PLAIN,
     num_logits: int | None = None,
+    wave: tuple[int, int] | None = None,
 ) -> tuple[Op, ...]:
-    """The operators of a step; `num_logits` rows need logits (None: one per request)."""
+    """The operators of a step; `num_logits` rows need logits (None: one per request). Of a wave
+    those of the group that has `shape`; `wave` are the tokens, and the rows of logits, of all
+    groups, where it is not the only one with any."""
     kinds = attention_kinds(spec)
     features = step_features(tuple(kinds), shape)
     if not features.num_tokens:
         return ()
     rows = features.num_requests if num_logits is None else num_logits
+    every_token, every_row = wave or (features.num_tokens, rows)
     ops = (
-        *token_ops(spec, features.num_tokens, layout, precision),
+        *_part_of_wave(token_ops, spec, features.num_tokens, every_token, layout, precision),
         *attention_ops(kinds, features, layout, precision),
-        *output_ops(spec, rows, layout, precision),
+        *_part_of_wave(output_ops, spec, rows, every_row, layout, precision),
     )
     return _merged(ops)
+
+
+def _part_of_wave(
+    build: Callable[..., Iterable[Op]],
+    spec: ModelSpec,
+    own: int,
+    every: int,
+    layout: Layout,
+    precision: Precision,
+) -> Iterator[Op]:
+    yield from (
+        op for op in build(spec, own, layout, precision) if own == every or op.name not in OF_WAVE
+    )
+    if own != every:
+        yield from (op for op in build(spec, every, layout, precision) if op.name in OF_WAVE)
 
 
 def stage_ops(
@@ -414,13 +446,18 @@ class _Builder:
         """Of these layers; `is_first`: and of what leads to all layers."""
         tp, pp = self.layout.tp, self.layout.pp
         size = float(self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes)
+        experts = [one.feed_forward for one in layers if isinstance(one.feed_forward, ExpertsSpec)]
         if tp > 1:  # after the embedding, every attention and every feed-forward
             count = 2 * len(layers) + is_first
+            if self.layout.dp > 1:  # routed experts are summed up by all ranks
+                count -= sum(not one.shared_size for one in experts)
             yield self._message("all_reduce", count, 2 * (tp - 1) / tp * size, tp)
-        if (dp := self.layout.dp) > 1:  # tokens of all groups, and what all experts make of them
-            count = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers)
-            ranks = self.layout.expert_devices
-            yield self._message("all_gather", count, (dp - 1) / dp * size, ranks, "gather_tokens")
+        if self.layout.dp > 1 and experts:
+            # How many tokens each rank has, then those of all, as many of each as the fullest has,
+            # and then what all experts make of them.
+            count, ranks = len(experts), self.layout.expert_devices
+            yield self._message("all_gather", count, 0.0, ranks, "gather_counts")
+            yield self._message("all_gather", count, (ranks - 1) * size, ranks, "gather_tokens")
             sent = 2 * (ranks - 1) / ranks * size
             yield self._message("all_reduce", count, sent, ranks, "sum_experts")
         if pp > 1 and is_first:

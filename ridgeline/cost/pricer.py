@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
+from itertools import count, repeat
+
+from msgspec import structs
 
 from ridgeline.architectures.counts import flops_per_key, layer_attention_flops, layer_kv_bytes
 from ridgeline.architectures.spec import AttentionSpec
@@ -27,6 +30,7 @@ from ridgeline.cost.decode_run import DecodeLine, DecodeRun
 from ridgeline.cost.execution_mode import ExecutionMode, ExecutionModes, sent_tokens
 from ridgeline.cost.ops import (
     COLLECTIVES,
+    OF_WAVE,
     Op,
     attends_once,
     decode_op,
@@ -43,6 +47,7 @@ from ridgeline.cost.step_features import (
     StepFeatures,
     attention_kinds,
     chunk_keys,
+    dealt,
     decode_features,
     distinct_layers,
     step_features,
@@ -358,6 +363,8 @@ class _Compiled:
     def __init__(self, pricer: Pricer, mode: ExecutionMode) -> None:
         host = pricer.setup.constants.host
         self.tokens, self.rows = pricer.by_tokens.times(mode), pricer.by_rows.times(mode)
+        self.wave_tokens = pricer.by_wave_tokens.times(mode)
+        self.wave_rows = pricer.by_wave_rows.times(mode)
         wait = mode.wait(host)
         self.decode = tuple(each.decode_line(wait) for each in pricer.attention)
         self.check = tuple(
@@ -376,10 +383,20 @@ class Pricer:
         self._host = setup.constants.host
         spec, layout, precision = setup.spec, setup.layout, setup.precision
         layers = distinct_layers(spec)
-        self.by_tokens = _Counts(
-            setup, lambda n: token_ops(spec, n, layout, precision, layers=layers)
-        )
-        self.by_rows = _Counts(setup, lambda n: output_ops(spec, n, layout, precision))
+        self._num_groups = layout.dp
+
+        def by_tokens(n: int, *, of_wave: bool) -> Iterable[Op]:
+            ops = token_ops(spec, n, layout, precision, layers=layers)
+            return (op for op in ops if self._is_of_wave(op) == of_wave)
+
+        def by_rows(n: int, *, of_wave: bool) -> Iterable[Op]:
+            ops = output_ops(spec, n, layout, precision)
+            return (op for op in ops if self._is_of_wave(op) == of_wave)
+
+        self.by_tokens = _Counts(setup, partial(by_tokens, of_wave=False))
+        self.by_rows = _Counts(setup, partial(by_rows, of_wave=False))
+        self.by_wave_tokens = _Counts(setup, partial(by_tokens, of_wave=True))
+        self.by_wave_rows = _Counts(setup, partial(by_rows, of_wave=True))
         kinds = attention_kinds(spec)
         self.kinds: tuple[AttentionSpec, ...] = tuple(kinds)
         self.attention = tuple(_Attention(setup, *one) for one in kinds.items())
@@ -394,11 +411,29 @@ class Pricer:
 
     # -- what decides the price of a step
 
+    def _is_of_wave(self, op: Op) -> bool:
+        return self._num_groups > 1 and op.name in OF_WAVE
+
     def features(self, shape: StepShape) -> StepFeatures:
-        return self._known(shape) or self._keep(shape, step_features(self.kinds, shape))
+        return self._known(shape) or self._keep(shape, self._features(shape))
+
+    def _features(self, shape: StepShape) -> StepFeatures:
+        if self._num_groups == 1:
+            return step_features(self.kinds, shape)
+        return self.wave_features(dealt(shape, self._num_groups))
+
+    def wave_features(self, parts: Sequence[StepShape]) -> StepFeatures:
+        """Of a wave of which each group of devices has one of the parts."""
+        groups = tuple(step_features(self.kinds, part) for part in parts)
+        each = (structs.replace(one, groups=groups) for one in groups)
+        return max(each, key=self.seconds_of)
 
     def decode_features(self, contexts: tuple[int, ...]) -> StepFeatures:
         """Sums of a step with one new token after each of these contexts."""
+        if self._num_groups > 1:
+            return self._known(contexts) or self._keep(
+                contexts, self._features(tuple([(1, context) for context in contexts]))
+            )
         return self._known(contexts) or self._keep(contexts, decode_features(self.kinds, contexts))
 
     def _known(self, what: object) -> StepFeatures | None:
@@ -418,10 +453,14 @@ class Pricer:
         request)."""
         return self.seconds_of(self.features(shape), num_logits)
 
+    def wave_seconds(self, parts: Sequence[StepShape]) -> float:
+        """The same of a wave of which each group of devices has one of the parts."""
+        return self.seconds_of(self.wave_features(parts))
+
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float:
         """The same of a step with one new token after each of these contexts."""
         features, rows = self.decode_features(contexts), len(contexts)
-        if not rows:
+        if not rows or self._num_groups > 1:
             return self.seconds_of(features)
         compiled, kernels, floor_s, added_s = self._decodes(features)
         for each, line, sums in zip(
@@ -461,7 +500,7 @@ class Pricer:
         return combine(
             self._host,
             kernels + compiled.step_s + drafting_s,
-            features.num_requests,
+            features.num_wave_requests,
             launches,
             is_lone=not features.num_decodes and is_lone(features),
             num_verified=features.num_verified,
@@ -479,11 +518,15 @@ class Pricer:
         """Seconds of all kernels, and how many are launched one by one."""
         mode = self._modes.of(features)
         compiled = self._compiled_for(mode)
-        num_rows = features.num_requests if num_logits is None else num_logits
+        num_rows = features.own_logits(num_logits)
         num_tokens = features.num_tokens
         if features.num_chunks:
             num_tokens = sent_tokens(self._host, mode, features)
         kernels = compiled.tokens.seconds(num_tokens) + compiled.rows.seconds(num_rows)
+        if self._num_groups > 1:
+            every_row = features.num_wave_requests if num_logits is None else num_logits
+            kernels += compiled.wave_tokens.seconds(features.num_wave_tokens)
+            kernels += compiled.wave_rows.seconds(every_row)
         num_decodes, is_mixed = features.num_decodes, features.is_mixed
         for i, sums in enumerate(features.attention):
             each = self.attention[i]
@@ -501,8 +544,12 @@ class Pricer:
 
     def _launches(self, num_tokens: int, num_rows: int) -> int:
         """Of all but attention."""
-        by_tokens = self.by_tokens.num_launches if num_tokens else 0
-        return by_tokens + (self.by_rows.num_launches if num_rows else 0)
+        by_tokens, by_rows = (
+            (self.by_tokens, self.by_wave_tokens),
+            (self.by_rows, self.by_wave_rows),
+        )
+        found = sum([each.num_launches for each in by_tokens]) if num_tokens else 0
+        return found + (sum([each.num_launches for each in by_rows]) if num_rows else 0)
 
     def _compiled_for(self, mode: ExecutionMode) -> _Compiled:
         found = self._compiled.get(mode)
@@ -513,7 +560,7 @@ class Pricer:
     def each_decode(self, contexts: Sequence[int]) -> Iterator[float]:
         """Seconds of the coming decode steps of such requests, one after the other, to the last bit
         those of `decode_run`."""
-        if len(self.kinds) > 1 or self.kinds[0].window is not None:
+        if len(self.kinds) > 1 or self.kinds[0].window is not None or self._num_groups > 1:
             yield from map(self.decode_run(contexts).seconds, count())
         rows, num_layers = len(contexts), self.attention[0].count
         features = decode_features(self.kinds, contexts)
@@ -536,19 +583,30 @@ class Pricer:
     ) -> DecodeRun:
         """The coming decode steps of requests with `contexts` computed tokens each, all in the
         manner of the first. `is_planned` False: the host has no part in them, as in passes that
-        draft."""
+        draft. Of a wave those of the group that is the slowest in the first."""
+        host, every = (
+            self._host if is_planned else replace(self._host, c0_s=0.0, c1_s=0.0),
+            contexts,
+        )
+        if self._num_groups > 1:
+            parts = dealt(tuple([(1, context) for context in every]), self._num_groups)
+            contexts = [context for _, context in max(parts, key=lambda part: sum(map(sum, part)))]
+            host = replace(host, c0_s=host.c0_s + host.c1_s * (len(every) - len(contexts)))
         rows = len(contexts)
-        num_logits = rows if num_logits is None else num_logits
+        num_logits = rows if num_logits is None else -(-num_logits * rows // max(1, len(every)))
         mode = self._modes.of(decode_features(self.kinds, contexts))
         compiled = self._compiled_for(mode)
         fixed_s = compiled.tokens.seconds(rows) + compiled.rows.seconds(num_logits)
+        if self._num_groups > 1:
+            fixed_s += compiled.wave_tokens.seconds(len(every))
+            fixed_s += compiled.wave_rows.seconds(len(every))
         return DecodeRun(
             contexts,
             [(each.kind.window, each.count) for each in self.attention],
             compiled.decode,
             fixed_s,
             compiled.step_s if is_planned else compiled.pass_s,
-            self._host if is_planned else replace(self._host, c0_s=0.0, c1_s=0.0),
+            host,
             0 if mode.captured else self._launches(rows, num_logits) + self._num_layers,
         )
 
@@ -564,25 +622,30 @@ class Pricer:
         return self._price(self.decode_features(contexts), len(contexts))
 
     def _price(self, features: StepFeatures, num_logits: int) -> StepPrice:
-        flops, moved, ideal = map(
-            sum,
-            zip(
-                self.by_tokens.work(features.num_tokens),
-                self.by_rows.work(num_logits),
-                *(
-                    each.work(sums, features)
-                    for each, sums in zip(self.attention, features.attention, strict=True)
-                ),
-                strict=True,
-            ),
+        layout, seconds = self.setup.layout, self.seconds_of(features, num_logits)
+        shared = (
+            self.by_wave_tokens.work(features.num_wave_tokens if self._num_groups > 1 else 0),
+            self.by_wave_rows.work(num_logits if self._num_groups > 1 else 0),
         )
-        own_flops = own_bytes = 0.0
-        for each, sums in zip(self.attention, features.attention, strict=True):
-            own = each.own_work(sums)
-            own_flops += own[0]
-            own_bytes += own[1]
-        tp, seconds = self.setup.layout.tp, self.seconds_of(features, num_logits)
-        return StepPrice(seconds, ideal, tp * flops, tp * moved, own_flops, own_bytes)
+        flops, moved, ideal = map(sum, zip(*shared, strict=True))
+        flops, moved = layout.expert_devices * flops, layout.expert_devices * moved
+        own_flops = own_bytes = slowest = 0.0
+        for group in features.groups or (features,):
+            here = (
+                self.by_tokens.work(group.num_tokens),
+                self.by_rows.work(
+                    structs.replace(group, groups=features.groups).own_logits(num_logits)
+                ),
+                *map(_Attention.work, self.attention, group.attention, repeat(group)),
+            )
+            computed, read, least_s = map(sum, zip(*here, strict=True))
+            flops, moved = flops + layout.tp * computed, moved + layout.tp * read
+            slowest = max(slowest, least_s)
+            for each, sums in zip(self.attention, group.attention, strict=True):
+                own = each.own_work(sums)
+                own_flops += own[0]
+                own_bytes += own[1]
+        return StepPrice(seconds, ideal + slowest, flops, moved, own_flops, own_bytes)
 
     def own_work(self, num_tokens: int, before: int) -> tuple[float, float]:
         """(operations, bytes) of attention that one row alone causes, on all devices together."""

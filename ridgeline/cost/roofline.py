@@ -32,7 +32,7 @@ from ridgeline.cost.execution_mode import SINGLE, ExecutionMode, ExecutionModes,
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.ops import COLLECTIVES, Op, step_ops, token_ops
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.step_features import StepFeatures, attention_kinds, step_features
+from ridgeline.cost.step_features import StepFeatures, attention_kinds, dealt, step_features
 from ridgeline.step import StepShape
 
 BOUNDS = ("compute", "memory", "link", "latency")
@@ -75,9 +75,21 @@ class StepCost:
 
 def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> StepCost:
     """The cost of a step of (new tokens, context before them) per request."""
+    groups = [one for one in dealt(shape, setup.layout.dp) if one]
+    costs = [_group_cost(setup, one, num_logits, shape) for one in groups or [shape]]
+    return max(costs, key=lambda cost: cost.expected_s)
+
+
+def _group_cost(
+    setup: Setup, shape: StepShape, num_logits: int | None, every: StepShape
+) -> StepCost:
+    """Of the devices that have `shape` of a step; `every` is all of it."""
     constants, device = setup.constants, setup.device
-    ops = step_ops(setup.spec, shape, setup.layout, setup.precision, num_logits)
-    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    features, wave, own = step_features(tuple(attention_kinds(setup.spec)), shape), None, num_logits
+    if len(every) > len(shape):
+        wave = sum(new for new, _ in every), len(every) if num_logits is None else num_logits
+        own = None if num_logits is None else -(-num_logits * len(shape) // len(every))
+    ops = step_ops(setup.spec, shape, setup.layout, setup.precision, own, wave)
     mode = ExecutionModes(setup).of(features)
     costs = tuple(op_cost(op, device, constants, mode) for op in ops)
     sent = sent_tokens(constants.host, mode, features)
@@ -87,7 +99,7 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     device_s, host_s, expected_s = combine(
         constants.host,
         sum(cost.expected_s for cost in costs) + beside_s,
-        len(shape),
+        len(every),
         0 if mode.captured else sum(op.count for op in ops),
         is_lone=is_lone(features),
         num_verified=features.num_verified,

@@ -22,7 +22,8 @@ class Layout:
 
     `starts` are the first layers of all stages but the first; without them the stages have as many
     layers as each other. `dp` groups of `tp` devices attend for rows of their own and take each
-    step together, priced as if one of them had all rows; the experts are divided among all of them.
+    step together, a wave that lasts as long as its slowest group; the experts are divided among all
+    of them.
     `ep` groups of the tp * dp devices divide the experts (1: every expert is split like a dense
     feed-forward); inside such a group an expert is split over tp * dp / ep devices.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from operator import mul
 
 import msgspec
@@ -41,7 +42,8 @@ class AttentionFeatures(msgspec.Struct, frozen=True, gc=False):
 class StepFeatures(msgspec.Struct, frozen=True, gc=False):
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
     new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
-    these has `longest_chunk` new tokens. `begins`: one of them has no tokens before."""
+    these has `longest_chunk` new tokens. `begins`: one of them has no tokens before. `groups`: of
+    a wave, those of each group of devices; the other fields are those of the slowest."""
 
     num_requests: int
     num_decodes: int
@@ -49,6 +51,7 @@ class StepFeatures(msgspec.Struct, frozen=True, gc=False):
     longest_chunk: int
     attention: tuple[AttentionFeatures, ...]
     begins: bool = False
+    groups: tuple[StepFeatures, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +78,21 @@ class StepFeatures(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_mixed(self) -> bool:
         return 0 < self.num_decodes < self.num_requests and not self.is_verification
+
+    @property
+    def num_wave_tokens(self) -> int:
+        """Of all groups."""
+        return sum([group.num_tokens for group in self.groups]) or self.num_tokens
+
+    @property
+    def num_wave_requests(self) -> int:
+        return sum([group.num_requests for group in self.groups]) or self.num_requests
+
+    def own_logits(self, num_logits: int | None) -> int:
+        """This group's part of so many rows of logits of a wave (None: one of every request)."""
+        if num_logits is None:
+            return self.num_requests
+        return -(-num_logits * self.num_requests // max(1, self.num_wave_requests))
 
 
 Counts = tuple[Mapping[LayerSpec, int], Mapping[AttentionSpec, int]]
@@ -149,6 +167,18 @@ def step_features(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepFeatu
         tuple([_attention_features(kind, contexts, new, before) for kind in kinds]),
         0 in before,
     )
+
+
+def dealt(shape: StepShape, num_groups: int) -> tuple[StepShape, ...]:
+    """The parts of a wave where nobody says which group has which request: as even as pools of
+    blocks make them, by new tokens, then requests, then contexts."""
+    groups: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
+    loads = [(0, 0, 0, number) for number in range(num_groups)]
+    for new, context in sorted(shape, reverse=True):
+        num_tokens, num_requests, num_before, number = heappop(loads)
+        groups[number].append((new, context))
+        heappush(loads, (num_tokens + new, num_requests + 1, num_before + context, number))
+    return tuple(map(tuple, groups))
 
 
 def repeated(features: StepFeatures, num_times: int) -> StepFeatures:

@@ -15,7 +15,14 @@ from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import ConfigError
 from ridgeline.speculation.price import Drafter, Target
-from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
+from ridgeline.step import (
+    ScheduledRequest,
+    StepPlan,
+    StepPricer,
+    StepResult,
+    StepShape,
+    WaveCutter,
+)
 
 
 class Answer(msgspec.Struct, gc=False):
@@ -121,6 +128,7 @@ class SimulatedExecutor:
     A step starts when it is submitted or when the one before it has ended, whichever is later. With
     `stages` that holds for each of them, which has its own price and waits for what the one before
     it has sent; the first waits for the tokens of the steps that its own follow on.
+    With several `pools` of blocks a step is a wave, and lasts as long as its slowest part.
     `computes_in_submit`: the caller of `submit` waits until it (or its first stage) has ended.
     `answers` is filled by whoever adds requests. Ghosts are rows that have ended in a batch whose
     size does not change: each costs as much as the longest living one.
@@ -138,6 +146,7 @@ class SimulatedExecutor:
     stages: tuple[StepPricer, ...] = ()
     sent_s: Callable[[int], float] = lambda num_tokens: 0.0
     returned_s: Callable[[int], float] = lambda num_rows: 0.0
+    pools: int = 1
     stages_until: list[float] = field(init=False)  # when each is done with all it has been given
     returned_at: deque[float] = field(init=False)  # tokens of the last steps, the oldest first
     busy_until: float = 0.0
@@ -145,9 +154,11 @@ class SimulatedExecutor:
     _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with drafts alone
     _drafted: dict[int, StepResult] = field(default_factory=dict)
     _prices_logits: bool = field(init=False)
+    _cutter: WaveCutter = field(init=False)
 
     def __post_init__(self) -> None:
         self._prices_logits = isinstance(self.pricer, Target)  # a slow question
+        self._cutter = WaveCutter(self.pools)
         self.stages_until = [0.0] * len(self.stages)
         self.returned_at = deque([0.0] * len(self.stages), len(self.stages) or None)
 
@@ -196,7 +207,11 @@ class SimulatedExecutor:
         return shape + ((1, max(context for _, context in shape)),) * self.num_ghosts
 
     def _seconds_of(self, plan: StepPlan) -> float:
-        if not self.num_ghosts and isinstance(self.pricer, Pricer):
+        if self.pools > 1:
+            parts = [part.shape for part in self._cutter.cut(plan)]
+            if not self.num_ghosts and isinstance(self.pricer, Pricer):
+                return self.pricer.wave_seconds(parts)
+        elif not self.num_ghosts and isinstance(self.pricer, Pricer):
             if plan.decodes is not None:
                 return self.pricer.decodes_seconds(plan.decodes.starts)
             return self.pricer.seconds(plan.shape)

@@ -21,6 +21,7 @@ PLANS_AHEAD_S = 3e-3  # medians of an H200's server, two loads of an 8B model: 3
 @dataclass(frozen=True, slots=True)
 class Machine:
     """All that a replica need know of its hardware and model. `windows` as the block manager's.
+    `pools` of `num_blocks` each: groups of devices attend for requests of their own.
     `stages` price the parts of a step, one after the other, where it runs through a pipeline;
     `sent_s` by tokens is from one stage to the next, `returned_s` by rows from the last to the
     first."""
@@ -31,6 +32,7 @@ class Machine:
     stages: tuple[StepPricer, ...] = ()
     sent_s: Callable[[int], float] = lambda num_tokens: 0.0
     returned_s: Callable[[int], float] = lambda num_rows: 0.0
+    pools: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def priced_machine(
     """With the stages of its pipeline, if it has one."""
     target = pricer or Pricer(setup)
     if setup.layout.pp == 1:
-        return Machine(target, num_blocks, windows)
+        return Machine(target, num_blocks, windows, pools=setup.layout.dp)
     prices = StagePrices(setup)
     return Machine(target, num_blocks, windows, prices.stages, prices.sent_s, prices.returned_s)
 
@@ -166,7 +168,7 @@ def without_paging(limits: Limits, machine: Machine) -> Limits:
     if limits.paging:
         return limits
     per_slot = -(-limits.max_model_len // limits.block_size) * len(machine.windows)
-    slots = machine.num_blocks // per_slot
+    slots = machine.pools * (machine.num_blocks // per_slot)
     if slots < 1:
         raise ConfigError(
             f"without paging one request of {limits.max_model_len} tokens reserves {per_slot} "

@@ -14,6 +14,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import msgspec
@@ -26,6 +27,7 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.router.policies import NoReplica, RequestView
 from ridgeline.router.speeds import PricedSpeed
 from ridgeline.scheduler.block_manager import BlockManager, blocks_needed
+from ridgeline.scheduler.block_pools import open_pools
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.scheduler import Scheduler
@@ -188,7 +190,7 @@ class Simulation:
             timelines,
             samples,
             self.limits.max_num_seqs,
-            self.machine.num_blocks,
+            self.machine.num_blocks * self.machine.pools,
             len(self.replicas),
             sum(replica.num_leaps for replica in everyone),
         )
@@ -368,11 +370,12 @@ class Simulation:
         caches = options.prefix_caching and options.paging
         if caches and listener_of is None:
             caches = self._may_find_prefixes()
-        blocks = BlockManager(machine.num_blocks, size, machine.windows, caches)
+        make = partial(BlockManager, machine.num_blocks, size, machine.windows, caches)
+        blocks = open_pools(make, machine.pools, limits.max_num_batched_tokens)
         setting = PolicySetting(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_cache_tokens=machine.num_blocks * size // len(machine.windows),
+            num_cache_tokens=blocks.num_blocks * size // len(machine.windows),
             ttft_slo_s=options.ttft_slo_s,
             tpot_slo_s=options.tpot_slo_s,
             pricer=machine.pricer,
@@ -401,6 +404,7 @@ class Simulation:
             stages=machine.stages,
             sent_s=machine.sent_s,
             returned_s=machine.returned_s,
+            pools=machine.pools,
         )
         in_flight = max(options.max_in_flight, len(machine.stages) + 1 if machine.stages else 0)
         engine = LeapingEngine(scheduler, executor, clock, in_flight, options.plans_ahead_s)
