@@ -505,6 +505,7 @@ def _beside_the_cache(
         kind=kind,
         context=chosen.max_model_len,
         ranks=config.tp,
+        expert_ranks=config.tp * config.dp // config.ep,
     )
     most = max(chosen.captured, chosen.verified) * chosen.has_graphs
     graphs = graph_items(spec, most, chosen.captured_tokens, chosen.dtype_bytes)

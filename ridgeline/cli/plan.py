@@ -221,7 +221,7 @@ because=why_none sensitivity num_simulations=num_validations
 REJECTED = "device=hardware.device.name hardware=hardware.text kind because"
 DEPLOYMENT = """
 device=estimate.hardware.device.name num_devices replicas tp=estimate.hardware.layout.tp
-pp=estimate.hardware.layout.pp ep=estimate.hardware.layout.ep
+pp=estimate.hardware.layout.pp dp=estimate.hardware.layout.dp ep=estimate.hardware.layout.ep
 num_drafts=estimate.hardware.num_drafts max_num_seqs=estimate.candidate.max_num_seqs
 max_num_batched_tokens=estimate.candidate.max_num_batched_tokens share_of_saturation=load
 share_kept=validation.share ttft_p95_ms=validation.ttft_s tpot_p95_ms=validation.tpot_s

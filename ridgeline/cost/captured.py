@@ -14,7 +14,7 @@ from ridgeline.architectures.counts import linear_flops_per_token
 from ridgeline.architectures.spec import NATIVE, ExpertsSpec, ModelSpec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.setup import Precision, Setup
+from ridgeline.cost.setup import ONE_DEVICE, Layout, Precision, Setup
 from ridgeline.formats import TOKEN_BUCKETS, WeightFormatLine
 from ridgeline.step import StepPricer
 
@@ -83,14 +83,20 @@ def captured_size(num_tokens: int, most: int) -> int:
 
 
 def as_served(
-    calibration: Calibration | None, spec: ModelSpec, device: Device, precision: Precision
+    calibration: Calibration | None,
+    spec: ModelSpec,
+    device: Device,
+    precision: Precision,
+    layout: Layout = ONE_DEVICE,
 ) -> Calibration | None:
     """The calibration with the captured steps of an engine that serves this model with its
-    defaults; None, which stands for assumed constants, stays so."""
+    defaults; None, which stands for assumed constants, stays so. Stages and groups of devices that
+    attend for themselves capture none."""
     if calibration is None:
         return None
     rows = tokens = 0
-    if can_capture(spec, device.kind, precision.weight_line):
+    is_parted = layout.pp > 1 or layout.dp > 1
+    if can_capture(spec, device.kind, precision.weight_line) and not is_parted:
         if device.kind != "cpu":
             rows, tokens = MAX_ROWS["gpu"], most_prompt_tokens(spec)
         elif precision.dtype == "bfloat16" and precision.kv in RECORDED_KV:

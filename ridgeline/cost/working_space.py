@@ -62,13 +62,14 @@ def working_items(
     context: int,
     dtype_bytes: int,
     ranks: int = 1,
-    ep: int = 1,
+    expert_ranks: int | None = None,
     kind: str = "gpu",
 ) -> tuple[MemoryItem, ...]:
     """What steps of at most `num_tokens` tokens for at most `num_rows` requests of at most
-    `context` tokens need, on the fullest of `ranks` devices, `ep` groups of which divide the
-    experts. `kind` is "cpu" or "gpu"."""
-    space = _Space(spec, num_tokens, num_rows, context, dtype_bytes, ranks, ep, kind)
+    `context` tokens need, on the fullest of `ranks` devices; `expert_ranks` divide each expert
+    (None: all of them). `kind` is "cpu" or "gpu"."""
+    of_expert = expert_ranks or ranks
+    space = _Space(spec, num_tokens, num_rows, context, dtype_bytes, ranks, of_expert, kind)
     forward, after = space.forward, space.after
     items = (
         MemoryItem("activations", forward, f"a step of {space.tokens} tokens, at its widest"),
@@ -94,7 +95,7 @@ class _Space:
     context: int
     size: int  # bytes of a number of the serving dtype
     ranks: int
-    ep: int
+    expert_ranks: int
     kind: str
 
     @property
@@ -281,7 +282,7 @@ class _Space:
 
     def _inner(self, inner: DenseSpec | ExpertsSpec) -> int:
         """Numbers between gate and down on the fullest rank; an expert may be whole on it."""
-        ranks = self.ranks if isinstance(inner, DenseSpec) else self.ranks // self.ep
+        ranks = self.ranks if isinstance(inner, DenseSpec) else self.expert_ranks
         size = inner.intermediate_size
         return fullest(size, ranks, fitting(size, ranks, KERNEL_STEP))
 

@@ -64,6 +64,10 @@ class Priced:
             self.num_steps = 1 + ceil((question.num_output - 1) / self.drafts.tokens_per_step)
         self._throughputs: dict[tuple[int, int], Throughput] = {}
 
+    def room(self, memory: MemoryPlan) -> int:
+        """Requests that the cache has room for, in the pools of all groups of devices."""
+        return self.hardware.layout.dp * (memory.num_blocks // self.blocks_each)
+
     def throughput(self, batch: int, token_budget: int) -> Throughput:
         """With so many requests in flight. With drafts, its TPOT is the time of a step."""
         key = (batch, token_budget)
@@ -91,6 +95,10 @@ class Estimate:
     @property
     def hardware(self) -> Hardware:
         return self.candidate.hardware
+
+    @property
+    def room(self) -> int:
+        return self.priced.room(self.memory)
 
     @property
     def planned(self) -> float:
@@ -165,7 +173,7 @@ class Bench:
         memory = plan_or_none(self.setup, limits)
         if memory is None:
             return None
-        limit = min(max_num_seqs, memory.num_blocks // self.priced.blocks_each)
+        limit = min(max_num_seqs, self.priced.room(memory))
         batch = self._largest(limit, token_budget, is_rough=is_rough)
         if batch < 1:
             return None

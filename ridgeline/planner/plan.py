@@ -252,7 +252,9 @@ def settings(question: Question, deployment: Deployment) -> list[dict[str, str |
     }
     if hardware.device.threads is not None:
         found["threads"] = hardware.device.threads
-    found |= {name: size for name in ("tp", "pp", "ep") if (size := getattr(layout, name)) > 1}
+    found |= {
+        name: size for name in ("tp", "pp", "dp", "ep") if (size := getattr(layout, name)) > 1
+    }
     node = NODE if link is None else max(1, link.max_devices)
     if layout.devices > node:
         found |= {"launcher": "join", "join-address": "HOST:7070"}
@@ -325,7 +327,7 @@ def _batch_reason(question: Question, winner: Deployment) -> Reason:
     because = (
         f"{validation.in_flight:.0f} requests are in flight on average; up to {estimate.batch} "
         f"keep {question.tpot_s * 1e3:g} ms a token, and the KV cache has room for "
-        f"{estimate.memory.num_blocks // estimate.priced.blocks_each}"
+        f"{estimate.room}"
     )
     return Reason("max_num_seqs", str(estimate.candidate.max_num_seqs), because)
 

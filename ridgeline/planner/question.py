@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil, inf
 
 from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
@@ -113,6 +114,7 @@ class Grid:
     kv: tuple[str, ...] = ("auto", "fp8")
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2)
+    dp: tuple[int, ...] = (1, 2, 4, 8)  # of models with experts alone
     drafts: tuple[int, ...] = (3,)
 
 
@@ -166,6 +168,7 @@ class Hardware:
         is_fast = "nccl" in COLLECTIVES
         yield "one replica on several GPUs", layout.tp > 1 and on_gpu and not is_fast
         yield "a pipeline of GPUs", layout.pp > 1 and on_gpu
+        yield "groups of GPUs that attend for themselves", layout.dp > 1 and on_gpu
 
     @property
     def _is_other_gpu(self) -> bool:
@@ -173,7 +176,9 @@ class Hardware:
 
     def setup(self, spec: ModelSpec) -> Setup:
         """Raises ConfigError where the model cannot be spread like that."""
-        constants = as_served(self.offer.calibration, spec, self.device, self.precision)
+        constants = as_served(
+            self.offer.calibration, spec, self.device, self.precision, self.layout
+        )
         return with_cuts(Setup(spec, self.device, self.layout, self.precision, constants))
 
 
@@ -223,17 +228,17 @@ def _other_formats(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardwa
 
 
 def layouts(spec: ModelSpec, device: Device, grid: Grid = GRID) -> Iterator[Layout]:
-    """Ways to spread one replica. Stages only across full nodes: they save no time per token."""
+    """Ways to spread one replica. Stages only across full nodes: they save no time per token.
+    Groups that attend for themselves are of one node."""
     node = device.link.max_devices if device.link is not None else NODE
     has_experts = any(not isinstance(layer.feed_forward, DenseSpec) for layer in spec.layers)
-    for tp in grid.tp:
-        for pp in grid.pp:
-            for ep in (1, tp) if has_experts and tp > 1 else (1,):
-                if tp > node or (pp > 1 and tp < min(node, max(grid.tp))):
-                    continue
-                layout = Layout(tp, pp, ep)
-                if _can_spread(spec, layout):
-                    yield layout
+    for tp, pp, dp in product(grid.tp, grid.pp, grid.dp if has_experts else (1,)):
+        if tp * dp > node or (pp > 1 and (dp > 1 or tp < min(node, max(grid.tp)))):
+            continue
+        for ep in dict.fromkeys((1, tp * dp if has_experts else 1)):
+            layout = Layout(tp, pp, ep, dp=dp)
+            if _can_spread(spec, layout):
+                yield layout
 
 
 def _can_spread(spec: ModelSpec, layout: Layout) -> bool:

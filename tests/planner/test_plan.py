@@ -298,7 +298,7 @@ def test_what_is_not_served_says_why() -> None:
     asked = question(device("h100-sxm", 3.0), device("mi300x", 2.0), include_unserved=True)
     for hardware in hardware_of(asked, GRID):
         layout, precision = hardware.layout, hardware.precision
-        alone = layout.devices == 1 or ("nccl" in COLLECTIVES and layout.pp == 1)
+        alone = layout.devices == 1 or ("nccl" in COLLECTIVES and layout.pp == layout.dp == 1)
         plain = alone and precision.weights == "plain" and precision.kv == "auto"
         is_served = plain and hardware.device.name == "h100-sxm"
         assert (hardware.why_not_served == "") is is_served
@@ -313,6 +313,29 @@ def test_layouts_divide_the_model() -> None:
     experts = {one.ep for one in layouts(EXPERTS, find_device("h100-sxm"))}
     assert experts == {1, 2, 4, 8}
     assert {one.tp for one in layouts(SMALL, find_device("h100-pcie"))} == {1, 2}
+    groups = [one for one in layouts(EXPERTS, find_device("h100-sxm")) if one.dp > 1]
+    assert {(one.tp, one.dp) for one in groups} == {(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)}
+    assert {one.pp for one in groups} == {1}
+    assert {one.ep for one in groups} == {1, 2, 4, 8}
+
+
+def test_groups_that_attend_for_themselves_are_a_command() -> None:
+    """Each has blocks of its own."""
+    grid = replace(GRID, dp=(2,), tp=(1,), pp=(1,))
+    asked = question(device("epyc-9654", 1.0), spec=EXPERTS, rate=0.01, tpot_s=5.0, ttft_s=100.0)
+    spread = [one for one in hardware_of(asked, grid) if one.layout.dp > 1]
+    assert [one.layout for one in spread] == [Layout(dp=2), Layout(dp=2, ep=2)]
+    assert [one.why_not_served for one in spread] == ["", ""]
+    found = plan(asked, lambda: random.Random(0), grid)
+    assert found.winner is not None
+    estimate = next(e for e in found.estimates if e.hardware.layout == Layout(dp=2, ep=2))
+    assert estimate.room == 2 * (estimate.memory.num_blocks // estimate.priced.blocks_each)
+    (machine,) = settings(asked, replace(found.winner, estimate=estimate, replicas=1))
+    assert (machine["dp"], machine["ep"]) == (2, 2)
+    (command,) = commands(asked, replace(found.winner, estimate=estimate, replicas=1))
+    config = serve_config(parse(command.replace("'some model'", "m").split()[1:]))
+    assert (config.engine.dp, config.engine.ep, config.engine.num_ranks) == (2, 2, 2)
+    check_ranks(config.engine)
 
 
 def test_drafts_make_tokens_faster_for_few_requests() -> None:
