@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
+from ridgeline.cost.memory_items import rank_share
+from ridgeline.cost.setup import Layout, Precision
+from ridgeline.distributed.links import Ranks
+from ridgeline.distributed.messages import Built
 from ridgeline.errors import ConfigError, EngineLost
 from ridgeline.executor.group import GroupExecutor
 from ridgeline.executor.local import LocalExecutor
@@ -35,6 +40,7 @@ MIXTRAL: dict[str, Any] = {  # of 5 experts one rank has 2 and the other 3
     "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
 }  # fmt: skip
 
+SPREAD = (Layout(2, 2), Layout(2, 2, 2), Layout(dp=2), Layout(2, dp=2, ep=2))
 FEW = 16  # blocks of each of several pools: enough for the longest request
 SHAPES: tuple[dict[str, Any], ...] = (
     {"tp": 4, "ep": 2},
@@ -243,3 +249,38 @@ def test_groups_of_ranks_in_every_format(
     with LLM(wide, **shape, **options) as llm:
         got = llm.generate(prompts, GREEDY, progress=False)
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(2), Layout(dp=2, ep=2), *(pytest.param(one, marks=pytest.mark.slow) for one in SPREAD)],
+    ids=lambda one: one.text,
+)
+def test_each_rank_holds_what_inspect_says(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike shares: of 3 KV heads and of 5 experts. What the others hold they say themselves."""
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3}
+    make_tiny_model(tmp_path, **MIXTRAL | heads)
+    said: list[list[Any]] = []
+    wait = Ranks.wait
+
+    def noted(ranks: Ranks, kind: type[Any]) -> list[Any]:
+        said.append(wait(ranks, kind))
+        return said[-1]
+
+    monkeypatch.setattr(Ranks, "wait", noted)
+    asked = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    with LLM(tmp_path, **asked, num_blocks=FEW, **OPTIONS) as llm:
+        stages = tuple(first for first, _ in llm.resolved.stages[1:])
+        first = {row.what: row.measured for row in llm.memory}
+    (others,) = [answers for answers in said if isinstance(answers[0], Built)]
+    layout, precision = replace(layout, starts=stages), Precision("float32")
+    size = OPTIONS["block_size"]
+    want = [rank_share(llm.spec, layout, precision, rank, size) for rank in range(layout.devices)]
+    assert [one.weights for one in others] == [one.weights for one in want[1:]]
+    assert [one.cache for one in others] == [(FEW + 1) * one.block_bytes for one in want[1:]]
+    if layout.pp == 1:
+        assert first["weights"] == want[0].weights
+        assert first["KV cache"] == (FEW + 1) * want[0].block_bytes
+    assert len({one.weights for one in want}) > 1 or layout == Layout(dp=2)

@@ -14,7 +14,12 @@ from math import gcd, prod
 
 from ridgeline.architectures.parts import Part, parts, products, shared_tensors
 from ridgeline.architectures.quantization_scheme import Scheme
-from ridgeline.architectures.shares import fullest_share, held_copies, own_share
+from ridgeline.architectures.shares import (
+    fullest_share,
+    held_copies,
+    held_share,
+    own_share,
+)
 from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -76,19 +81,20 @@ def layer_scale_bytes(
     ranks: int = 1,
     ep: int = 1,
     dp: int = 1,
+    rank: int | None = None,
 ) -> int:
-    """Bytes of the scales and zero points of a layer's packed matrices that the fullest of `ranks`
-    holds: some for each row, and for each group of it, the last of which may be short. Rows of
-    matrices that are split by their columns are held by all."""
+    """Bytes of the scales and zero points of a layer's packed matrices that one of `ranks` holds
+    (None: the fullest): some for each row, and for each group of it, the last of which may be
+    short. Rows of matrices that are split by their columns are held by all."""
     if weight_format == CHECKPOINT:
         return _scheme_bytes(hidden_size, layer, 1, ranks, ep, dp)[1]
     line, total = weight_line(weight_format), 0
     for matrices in products(layer, hidden_size).values():
         if matrices[0].is_packed:  # a product's matrices lie one below the other
-            own, copies = held_copies(matrices[0], ranks, ep, dp)
-            shares = [fullest_share(part, layer, weight_format, own) for part in matrices]
-            rows, columns = sum(share[0] for share in shares), shares[0][1]
-            total += copies * _matrix_scale_bytes(line, rows, columns)
+            every = (ranks, ep, dp)
+            held = [held_share(part, layer, weight_format, every, rank) for part in matrices]
+            rows, columns = sum(share[0] for _, share in held), held[0][1][1]
+            total += held[0][0] * _matrix_scale_bytes(line, rows, columns)
     return total
 
 

@@ -149,6 +149,29 @@ def held_copies(part: Part, ranks: int, ep: int, dp: int = 1) -> tuple[int, int]
     return ranks * dp // ep, fullest(part.copies, ep)
 
 
+def held_share(
+    part: Part, layer: LayerSpec, weight_format: str, ranks: tuple[int, int, int], rank: int | None
+) -> tuple[int, tuple[int, ...]]:
+    """Copies of a parameter, and the shape of each, on one of the `dp` times `tp` ranks of a stage
+    (None: on the fullest). `ranks` are tp, ep and dp."""
+    tp, ep, dp = ranks
+    own, copies = held_copies(part, tp, ep, dp)
+    if rank is None or not part.split:
+        shape = fullest_share(part, layer, weight_format, own)
+    else:
+        length = own_share(part, layer, weight_format, rank % own, own).length
+        shape = (length, *part.shape[1:]) if part.split == "rows" else (part.shape[0], length)
+    if rank is not None and part.is_experts:
+        copies = expert_shard(part.copies, rank, ranks).length
+    return copies, shape
+
+
+def expert_shard(num_experts: int, rank: int, ranks: tuple[int, int, int]) -> Shard:
+    """The experts of this rank's group."""
+    tp, ep, dp = ranks
+    return shard(num_experts, rank * ep // (tp * dp), ep)
+
+
 def _each(part: Part) -> int:
     """Rows or columns of a unit."""
     return part.shape[1 if part.split == "columns" else 0] // part.units

@@ -22,6 +22,7 @@ from ridgeline.architectures.counts import (
 from ridgeline.architectures.parts import branches
 from ridgeline.architectures.scheme_config import is_quantized, scheme_text
 from ridgeline.architectures.shapes import SHAPES
+from ridgeline.architectures.shares import Shard
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -31,11 +32,17 @@ from ridgeline.architectures.spec import (
     missing,
 )
 from ridgeline.cli.flags import add_model
-from ridgeline.cli.machine import describe
+from ridgeline.cli.machine import add_layout_flags, describe
 from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.tables import Column, answer, grid, places, plain, table
 from ridgeline.cli.values import positive
-from ridgeline.cost.setup import DTYPE_BYTES
+from ridgeline.cost.fit_suggestions import Limits
+from ridgeline.cost.memory import blocks_per_sequence, working_items
+from ridgeline.cost.memory_items import RankShare, rank_share
+from ridgeline.cost.pipeline import with_cuts
+from ridgeline.cost.setup import DTYPE_BYTES, ONE_DEVICE, Layout, Precision, Setup
+from ridgeline.cost.steady_state import DEFAULT_TOKEN_BUDGET
+from ridgeline.costing import unknown_device
 from ridgeline.figures import percent
 from ridgeline.formats import CHECKPOINT
 
@@ -54,12 +61,18 @@ examples:
   ridgeline inspect path/to/model.gguf
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
+  ridgeline inspect deepseek-v3 --dp 8 --ep 8 --batch 64 --context 8192    each device's share
 """
 SHEET = "model source num_layers=spec.num_layers parameters=parts context batch checkpoint=weights"
 LISTED = """
 name=entry.name family=spec.family hub_id=entry.hub_id source=entry.source
 num_layers=spec.num_layers context=spec.max_position_embeddings
 """
+RANK = """
+rank=share.rank stage=share.stage group=share.group weights=share.weights num_blocks kv_cache
+working_space total block_bytes=share.block_bytes expert_ranks=share.expert_ranks
+"""
+BLOCK_SIZE = 16  # tokens
 HALF = 2  # bytes of a number in 16 bits
 LEAST_MEMORY = "weights and KV cache only; a running engine also needs some working space"
 
@@ -91,6 +104,37 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class RankNeed:
+    """Bytes of one device of several, for its part of the requests; `working_space` of a step of
+    DEFAULT_TOKEN_BUDGET tokens on a GPU."""
+
+    share: RankShare
+    num_blocks: int
+    working_space: int
+
+    @property
+    def kv_cache(self) -> int:
+        """With the null block."""
+        return (self.num_blocks + 1) * self.share.block_bytes
+
+    @property
+    def total(self) -> int:
+        return self.share.weights + self.kv_cache + self.working_space
+
+    @property
+    def spans(self) -> dict[str, tuple[int, int] | None]:
+        """First of each kind that it has, and first that it has no more."""
+        share = self.share
+        found: dict[str, tuple[int, int] | None] = {
+            "layers": (share.layers.start, share.layers.stop)
+        }
+        for name in ("query_heads", "kv_heads", "experts"):
+            held: Shard | None = getattr(share, name)
+            found[name] = None if held is None else (held.start, held.start + held.length)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """What the checkpoint holds; `dtypes` in the words of its format."""
 
@@ -117,6 +161,8 @@ class Sheet:
     needs: tuple[Need, ...]
     weights: Weights | None
     source: str
+    ranks: tuple[RankNeed, ...] = ()
+    layout: Layout = ONE_DEVICE
 
 
 def add_arguments(parser: Parser) -> None:
@@ -124,6 +170,7 @@ def add_arguments(parser: Parser) -> None:
     parser.flag("--context N", "tokens of each request", positive)
     parser.flag("--batch B", "requests at once", positive, default=1)
     parser.flag("--dtype", "show this number format only", choices=tuple(DTYPE_BYTES))
+    add_layout_flags(parser, parser.flag)
     parser.flag("--list", "list the names of public models that are known")
     add_json_flag(parser.flag)
 
@@ -146,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
         tuple(need(spec, dtype, context, args.batch) for dtype in dtypes),
         None if found.folder is None else check_weights(found.folder, spec),
         found.source,
+        *_rank_needs(args, spec, context),
     )
     answer(args, lambda: as_json(sheet), lambda: _shown(sheet))
     return 0
@@ -166,6 +214,36 @@ def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
     cache = batch * kv_bytes(spec, context, size)
     weights = weight_bytes(spec, size, CHECKPOINT if is_quantized(spec) else "plain")
     return Need(dtype, weights, kv_bytes_per_token(spec, size), cache)
+
+
+def _rank_needs(
+    args: argparse.Namespace, spec: ModelSpec, context: int
+) -> tuple[tuple[RankNeed, ...], Layout]:
+    """Of each device, where there are several; stages are cut as they are where they are served."""
+    layout = Layout(args.tp, args.pp, args.ep, dp=args.dp)
+    if layout.devices == 1:
+        return (), layout
+    weights = CHECKPOINT if is_quantized(spec) else "plain"
+    precision = Precision(args.dtype or spec.dtype, weights)
+    device = unknown_device("", is_cpu=True, threads=1, memory_bytes=1 << 60)
+    layout = with_cuts(Setup(spec, device, layout, precision)).layout
+    own_batch = -(-args.batch // layout.dp)
+    limits = Limits(context, own_batch, max(DEFAULT_TOKEN_BUDGET, own_batch))
+    working = working_items(
+        spec,
+        num_tokens=limits.max_num_batched_tokens,
+        num_rows=own_batch,
+        context=context,
+        dtype_bytes=precision.dtype_bytes,
+        ranks=layout.tp,
+        expert_ranks=layout.expert_devices // layout.ep,
+    )
+    num_blocks = own_batch * blocks_per_sequence(spec, limits)
+    space = sum(item.bytes for item in working)
+    shares = (
+        rank_share(spec, layout, precision, rank, BLOCK_SIZE) for rank in range(layout.devices)
+    )
+    return tuple(RankNeed(share, num_blocks, space) for share in shares), layout
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
@@ -266,6 +344,7 @@ def as_json(sheet: Sheet) -> dict[str, Any]:
         "memory_bytes": {
             row.dtype: plain(row, "weights kv_per_token kv_cache total") for row in sheet.needs
         },
+        "ranks": [plain(row, RANK) | row.spans for row in sheet.ranks],
     }
 
 
@@ -274,6 +353,8 @@ def _shown(sheet: Sheet) -> Iterator[Table | str]:
     yield _parts_table(sheet)
     yield _memory_table(sheet)
     yield f"  {LEAST_MEMORY}"
+    if sheet.ranks:
+        yield _ranks_table(sheet)
     yield _weights_line(sheet)
 
 
@@ -306,6 +387,42 @@ def _memory_table(sheet: Sheet) -> Table:
         *both("together", "total"),
     )
     return table(sheet.needs, columns, f"memory for {sheet.batch} x {sheet.context} tokens")
+
+
+def _ranks_table(sheet: Sheet) -> Table:
+    unit, decimal, _ = _unit(max(row.total for row in sheet.ranks))
+
+    def span(name: str) -> Column:
+        def text(row: RankNeed) -> str:
+            found = row.spans[name]
+            return "" if found is None else f"{found[0]}-{found[1] - 1}"
+
+        return Column(name.replace("_", " "), text)
+
+    def amount(heading: str, of: str) -> Column:
+        return Column(f"{heading} {unit}B", lambda row: plain(row, of)[of] / decimal, places(3))
+
+    def part(row: RankNeed) -> str:
+        return f"1/{row.share.expert_ranks}" if row.share.expert_ranks > 1 else "whole"
+
+    def has(name: str) -> bool:
+        return any(row.spans[name] is not None for row in sheet.ranks)
+
+    columns = (
+        Column("rank", "share.rank"),
+        *([Column("stage", "share.stage")] if sheet.layout.pp > 1 else []),
+        *([Column("group", "share.group")] if sheet.layout.dp > 1 else []),
+        span("layers"),
+        span("query_heads"),
+        *([span("kv_heads")] if has("kv_heads") else []),
+        *([span("experts"), Column("each", part)] if has("experts") else []),
+        Column(f"weights {unit}B", lambda row: row.share.weights / decimal, places(3)),
+        Column("blocks", "num_blocks"),
+        amount("KV cache", "kv_cache"),
+        amount("working", "working_space"),
+        amount("together", "total"),
+    )
+    return table(sheet.ranks, columns, f"memory of each device: {sheet.layout.text}")
 
 
 def _unit(largest: int) -> tuple[str, float, float]:

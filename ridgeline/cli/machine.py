@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,15 @@ def add_machine_flags(parser: Parser) -> None:
         "machine you are on (default: %(default)s)",
         default=THIS,
     )
+    add_layout_flags(parser, flag)
+    flag("--weights", "number format of weights (the checkpoint's own)", choices=NUMBER_FORMATS)
+    flag("--kv", "and of the KV cache", default="auto", choices=("auto", *NUMBER_FORMATS))
+    flag("--calibration FILE", "of ridgeline calibrate", Path)
+    flag("--price USD", "of one device for an hour, not the catalogue's", number(0))
+
+
+def add_layout_flags(parser: Parser, flag: Callable[..., object]) -> None:
+    """How many devices have what of a model."""
     for name, what in (
         ("tp", "devices that split every layer"),
         ("pp", "stages that split the layers"),
@@ -45,11 +55,7 @@ def add_machine_flags(parser: Parser) -> None:
         ("ep", "of the tp x dp devices, groups that divide the experts"),
     ):
         flag(f"--{name} N", what, positive, default=1)
-    flag("--weights", "number format of weights (the checkpoint's own)", choices=NUMBER_FORMATS)
-    flag("--kv", "and of the KV cache", default="auto", choices=("auto", *NUMBER_FORMATS))
     parser.mark_expert("--pp", "--dp", "--ep")
-    flag("--calibration FILE", "of ridgeline calibrate", Path)
-    flag("--price USD", "of one device for an hour, not the catalogue's", number(0))
 
 
 # ---------------------------------------------------------------------- the model

@@ -45,6 +45,28 @@ def test_known_figures_from_a_config_alone(tmp_path: Path, cli: Cli) -> None:
     assert found["checkpoint"] is None
 
 
+def test_what_each_of_several_devices_has(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**LLAMA_3_70B)))
+    asked = ("--tp", 16, "--batch", 4, "--context", 1024)
+    ranks = inspect(cli, tmp_path, *asked)["ranks"]
+    assert isinstance(ranks, list)
+    assert [one["kv_heads"] for one in ranks[:4]] == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    assert [one["query_heads"] for one in ranks[:3]] == [[0, 4], [4, 8], [8, 12]]
+    assert {one["num_blocks"] for one in ranks} == {4 * 64}
+    # One KV head of 128, keys and values of 80 layers in 2 bytes: 16 tokens, and the null block.
+    assert {one["kv_cache"] for one in ranks} == {257 * 16 * 2 * 80 * 128 * 2}
+    copied = 2 * 2 * 80 * 8192 * 128 * 8  # a KV head is held twice
+    norms = 15 * 2 * 161 * 8192
+    total = sum(one["weights"] for one in ranks)
+    assert total == 2 * 70_553_706_496 + copied + norms
+    code, out, _ = cli("inspect", tmp_path, *asked)
+    assert code == 0
+    assert "memory of each device: tp 16" in out
+    code, _, err = cli("inspect", tmp_path, "--dp", 2)
+    assert code == 2
+    assert "--dp is 2; this model has no experts to divide" in err
+
+
 def test_context_and_batch(bare: Path, cli: Cli) -> None:
     found = inspect(cli, bare, "--context", 100, "--batch", 7)
     memory = found["memory_bytes"]
