@@ -57,6 +57,7 @@ from tests.fake_device import (
 
 MAX_TOKENS = 48  # of the longest request that a world asks for
 MAX_LIVE = 20
+OFTEN = 20.0  # times as often, while the host has still to learn that a step has failed
 AT_ONCE = 0.3  # of deaths, noticed by who sends a step
 ASKS_AGAIN = 0.7  # of requests that were lost with a rank
 WINDOWS: tuple[Windows, ...] = (
@@ -293,10 +294,10 @@ class FakeWave:
     def over(self, future: FakeFuture) -> StepFuture:
         """Each device says what its own rows got; one that is dead says nothing, and the step has
         failed."""
-        if future.outcome is None or (self.num_devices == 1 and self.dead is None):
+        if self.dead is None and (future.outcome is None or self.num_devices == 1):
             return future
         for device, rows in enumerate(self.rows):
-            if device == self.dead or self._has_stopped:
+            if device == self.dead or self._has_stopped or future.outcome is None:
                 continue
             own = StepResult({})
             for name in StepResult.__struct_fields__:
@@ -324,8 +325,11 @@ class WaveFuture:
     whole: FakeFuture
 
     def result(self) -> StepResult:
-        self.whole.result()
         wave, step_id = self.wave, self.whole.step_id
+        if self.whole.outcome is None:  # and one is dead: that is what is found
+            self.whole.device.over(step_id)
+            wave.lose()
+        self.whole.result()
         while not wave.results.has(step_id, wave.num_devices):
             wave.results.add(*wave.next_word())
         return wave.results.take(step_id)
@@ -346,7 +350,8 @@ class CheckedDevice(FakeDevice):
     def submit(self, plan: StepPlan) -> StepFuture:  # type: ignore[override]
         scheduler, size, wave = self.scheduler, self.block_size, self.wave
         demand(not wave.is_known, "nothing is sent to a group that has lost a rank")
-        if wave.dead is None and self.deaths.random() < self.rank_fault:
+        often = OFTEN if self.is_broken else 1.0
+        if wave.dead is None and self.deaths.random() < often * self.rank_fault:
             wave.dead = self.deaths.randrange(wave.num_devices)
         if wave.dead is not None and self.deaths.random() < AT_ONCE:
             wave.lose()
