@@ -155,6 +155,14 @@ class SharedMemory(Gloo):
         self._waited_us += (self._ranks.waited_us - self._waited_us) % (1 << 32)
         return self._waited_us * 1e-6
 
+    def abandon(self) -> None:
+        """A process that is stopped, and not ours to kill, has left as one that has ended."""
+        for rank in range(self._size):
+            if rank != self._ranks.rank:
+                other = _Ranks.from_buffer_copy(self._ranks)
+                other.rank = rank
+                self._leave(ctypes.byref(other))
+
     def close(self) -> None:
         if hasattr(self, "_leave"):
             self._leave(ctypes.byref(self._ranks))

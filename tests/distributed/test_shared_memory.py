@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -55,6 +56,23 @@ def plain_sum(size: int, seed: int, num: int, dtype: torch.dtype) -> torch.Tenso
     return total.to(dtype)
 
 
+def given_up(placement: Placement, address: str) -> str:
+    """What rank 0 is told, which waits for one that lives and never comes."""
+    assert placement.collective is not None
+    shared, told = open_shared(placement.rank, 2, address), ""
+    if placement.rank == 0:
+        later = Timer(0.2, shared.abandon)
+        later.start()
+        try:
+            shared.all_reduce(torch.ones(4))
+        except EngineFault as fault:
+            told = str(fault)
+        later.join()
+    placement.collective.all_reduce(torch.ones(1))
+    shared.close()
+    return told
+
+
 @torch.inference_mode()
 def talk(placement: Placement, size: int, address: str) -> str:
     """What is wrong; "" if nothing is."""
@@ -92,6 +110,12 @@ def talk(placement: Placement, size: int, address: str) -> str:
 
 def _step(collective: SharedMemory, x: torch.Tensor) -> None:
     collective.all_reduce(x)
+
+
+def test_who_waits_for_a_stopped_rank_is_freed(ranks: Ranks) -> None:
+    told, other = ranks.run(given_up, free_address())
+    assert "left" in told or "ended" in told, told
+    assert other == ""
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
