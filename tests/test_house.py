@@ -46,9 +46,9 @@ MAX_LINES = {
     "planner": 1_410,  # ways to spread a replica, an answer in closed form
     "quantization": 3_062,  # how far off a format is, for the lab
     "router": 663,  # first tokens predicted: speeds, cached beginnings, failures
-    "sampling": 1_070,  # grammars, by llguidance
+    "sampling": 1_110,  # grammars, by llguidance
     "scheduler": 3_752,  # blocks change hands together, in half the CPU time
-    "server": 12_100,  # the words of its options; pages for browsers, and what they watch
+    "server": 12_210,  # the words of its options; pages for browsers, and what they watch
     "simulator": 2_420,  # replicas that are lost, what a router sees of them; waves
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_400,  # conversations with tools

@@ -28,7 +28,9 @@ MAX_COMPILE_FUEL = 1_000_000
 MAX_MASK_FUEL = 100_000
 MAX_MASK_ITEMS = 50_000
 MAX_LEXER_STATES = 30_000
+_OPTIONS = {"whitespace_pattern": WHITESPACE}
 _PARAM = "structured_outputs"
+TOOLS = "tools"  # a constraint of ours: calls that an answer consists of
 
 
 class GrammarCompiler:
@@ -74,12 +76,22 @@ class GrammarCompiler:
         matcher = LLMatcher(
             self._tokenizer, grammar_text(constraint), log_level=0, limits=self._limits
         )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what the first mask makes, copies then share
         if matcher.is_error():
-            refuse(matcher.get_error())
-        matcher.compute_bitmask()  # what the first mask makes, copies then share
-        if matcher.is_error():
+            self._refuse_tool(constraint)
             refuse(matcher.get_error())
         return matcher
+
+    def _refuse_tool(self, constraint: str) -> None:
+        """RequestFault for the first tool whose parameters cannot be had by themselves."""
+        from llguidance import LLMatcher
+
+        for place, name, schema in json.loads(constraint).get(TOOLS, {}).get("tools", ()):
+            matcher = LLMatcher(self._tokenizer, _json(schema), log_level=0, limits=self._limits)
+            if matcher.is_error():
+                param = f"tools[{place}].function.parameters"
+                refuse(matcher.get_error(), param, f"{param} of {name!r}")
 
 
 class _Words:
@@ -107,11 +119,12 @@ class _Words:
         return found
 
 
-def refuse(problem: str) -> NoReturn:
-    """`problem` in the words of llguidance, the first lines of which name the feature."""
+def refuse(problem: str, param: str = _PARAM, what: str = "") -> NoReturn:
+    """`problem` in the words of llguidance, the first lines of which name the feature. `what` names
+    more than the field."""
     words = " ".join(problem.split())[:MOST_LETTERS]
     raise RequestFault(
-        f"{_PARAM}: this cannot be had: {words}", param=_PARAM, code="unsupported_schema"
+        f"{what or param}: this cannot be had: {words}", param=param, code="unsupported_schema"
     )
 
 
@@ -124,7 +137,7 @@ def grammar_text(constraint: str) -> str:
 def _json(schema: object) -> str:
     from llguidance import LLMatcher
 
-    options: Any = {"whitespace_pattern": WHITESPACE}
+    options: Any = dict(_OPTIONS)
     if not isinstance(schema, dict):  # true and false are schemas, too
         schema = {} if schema else {"anyOf": []}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
@@ -166,10 +179,31 @@ def _structural_tag(given: Mapping[str, Any]) -> str:
     return StructTag.to_grammar(tags, assume_special=False)
 
 
+def tools_constraint(tools: Sequence[tuple[int, str, Mapping[str, Any]]], *, is_list: bool) -> str:
+    """An answer that is one call, or a list of one or more, as `parsers.json_calls` reads it.
+    `tools`: the place in the request, the name and the schema of the arguments of each."""
+    return json.dumps({TOOLS: {"tools": tools, "is_list": is_list}})
+
+
+def _tools(given: Mapping[str, Any]) -> str:
+    """Each schema is a document of its own, to which its references go."""
+    calls, rules = [], []
+    for i, (_, name, schema) in enumerate(given["tools"]):
+        begin = json.dumps({"name": name})[:-1] + ', "arguments": '
+        calls.append(f"call_{i}")
+        rules += [
+            f'call_{i}: {json.dumps(begin)} arguments_{i} "}}"',
+            f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _OPTIONS})}",
+        ]
+    start = '"[" call (", " call)* "]"' if given["is_list"] else "call"
+    return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
+
+
 _TEXTS: dict[str, Callable[[Any], str]] = {
     "json": _json,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
     "structural_tag": _structural_tag,
+    TOOLS: _tools,
 }

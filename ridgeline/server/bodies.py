@@ -61,6 +61,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
+CHOICE = "auto, none, required or object"  # kind of a field that may hold NamedTool
 FORMAT = "object with a type"  # kind of a field that holds ResponseFormat
 
 
@@ -209,12 +210,27 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, says("what the model calls it by", lengths=(1, MAX_TOOL_NAME))]
     description: Annotated[str, says("what it does, for the model")] | None = None
     parameters: Annotated[dict[str, Any], says("JSON schema of its arguments")] | None = None
-    strict: Annotated[bool, says("hold the arguments to the schema")] | None = None
+    strict: (
+        Annotated[
+            bool,
+            says("without effect: calls are held to the schemas where tool_choice forces them"),
+        ]
+        | None
+    ) = None
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Annotated[str, says(choices=("function",))]
     function: Function
+
+
+class ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, says("the tool's name", lengths=(1, MAX_TOOL_NAME))]
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Annotated[str, says(choices=("function",))]
+    function: ToolName
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -267,8 +283,10 @@ class ChatBody(Asking, frozen=True, kw_only=True):
         Annotated[
             Any,
             says(
-                "whether to call tools: auto as the model likes, none not at all",
-                kind="auto or none",
+                "whether to call tools: auto as the model likes, none not at all, required at "
+                "least once, or the function to call",
+                kind=CHOICE,
+                fields=NamedTool,
                 default="auto",
                 example="auto",
             ),
@@ -349,7 +367,17 @@ HARMLESS: Declared = {
 
 # Records, beside those of bodies, in which an unknown field is ignored. In others, what it asks for
 # would be missed in the answer.
-OPEN = (StreamOptions, Message, TextPart, EarlierCall, CalledFunction, Tool, Function)
+OPEN = (
+    NamedTool,
+    ToolName,
+    StreamOptions,
+    Message,
+    TextPart,
+    EarlierCall,
+    CalledFunction,
+    Tool,
+    Function,
+)
 
 # ---------------------------------------------------------------------- what is not served
 

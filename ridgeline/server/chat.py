@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import SamplingParams, check_together
+from ridgeline.sampling.grammar import tools_constraint
 from ridgeline.server.bodies import (
     ROLES,
     CalledFunction,
@@ -13,15 +18,18 @@ from ridgeline.server.bodies import (
     EarlierCall,
     Function,
     Message,
+    NamedTool,
     TextPart,
     TokenizeChat,
     Tool,
+    ToolName,
     check_text,
     check_texts,
     read,
     wrong_type,
 )
-from ridgeline.server.errors import ApiError, quote
+from ridgeline.server.chat_messages import CALLS
+from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.parsed_request import (
     CONSTRAINTS,
     OUR_NAME,
@@ -47,6 +55,7 @@ def read_chat(
         body = {name: value for name, value in body.items() if name not in TOOLS}
     asked = read(body, ChatBody)
     conversation = conversation_of(asked)
+    tools, forced_end = _callable(asked, conversation.tools)
     max_tokens, asked_as = _max_tokens(asked)
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
@@ -61,9 +70,16 @@ def read_chat(
             "max_tokens": max_tokens if max_tokens is None else max(1, max_tokens),
         },
     )
+    constrained = CONSTRAINTS & given
+    if forced_end:
+        sampling = _forced(asked, conversation.tools, tools, sampling, constrained)
+        constrained = frozenset({"tool_choice"})
     refuse_unservable(asked, sampling, 1, max_sequences)
-    constrained = zip(OUR_NAME, CONSTRAINTS & given, strict=False)
-    rename = {"prompt": "messages", "max_tokens": asked_as, **dict(constrained)}
+    rename = {
+        "prompt": "messages",
+        "max_tokens": asked_as,
+        **dict(zip(OUR_NAME, constrained, strict=False)),
+    }
     return ParsedRequest(
         asked,
         (),
@@ -72,7 +88,8 @@ def read_chat(
         rename,
         top_logprobs=logprobs,
         drop_output=max_tokens == 0,
-        tools=_callable(asked, conversation.tools),
+        tools=tools,
+        forced_end=forced_end,
     )
 
 
@@ -118,7 +135,11 @@ def _template_options(asked: ChatBody | TokenizeChat) -> dict[str, Any]:
     if taken := sorted(OWN_NAMES.intersection(given)):
         place = f"chat_template_kwargs.{taken[0]}"
         raise ApiError("invalid_value", f"{place} has a field of its own: {taken[0]}", place)
-    effort = asked.reasoning_effort if isinstance(asked, ChatBody) else None
+    if not isinstance(asked, ChatBody):
+        return dict(given)
+    if asked.tool_choice not in (None, "auto"):  # the answer begins with the call
+        given = {**dict.fromkeys(THINKING, False), **given}
+    effort = asked.reasoning_effort
     if effort is None:
         return dict(given)
     thinks = effort != "none"
@@ -138,7 +159,7 @@ def _tools(given: Sequence[object]) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def _check_function(kind: str, function: Function | CalledFunction, param: str) -> None:
+def _check_function(kind: str, function: Function | CalledFunction | ToolName, param: str) -> None:
     if kind != "function":
         place = f"{param}.type"
         message = f"{place} {quote(kind)} is not served; use function"
@@ -148,20 +169,57 @@ def _check_function(kind: str, function: Function | CalledFunction, param: str) 
         check_text(function.description, f"{param}.function.description")
 
 
-def _callable(asked: ChatBody, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema of the parameters of each tool that may be called, by name."""
-    choice = asked.tool_choice
+def _callable(
+    asked: ChatBody, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], str | None]:
+    """The schema of the parameters of each tool that may be called, by name, and the end of an
+    answer in which one must be: OpenAI's API calls that of a function asked for by name `stop`."""
+    choice, name = asked.tool_choice, "tool_choice"
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     if choice is None or choice == "auto":
-        return {
-            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
-        }
-    if choice == "required" or isinstance(choice, dict):
-        raise ApiError(
-            "unsupported_parameter", "tool_choice: only auto and none are served", "tool_choice"
-        )
-    raise ApiError(
-        "invalid_value", "tool_choice must be auto, none, required or a function", "tool_choice"
-    )
+        return {tool: schema or {} for tool, schema in schemas.items()}, None
+    if choice != "required" and not isinstance(choice, dict):
+        message = f"{name} must be auto, none, required or a function"
+        raise ApiError("invalid_value", message, name)
+    if not tools:
+        raise ApiError("invalid_value", f"{name} needs tools", name)
+    # Without a schema a tool has no parameters; arguments are an object in any case.
+    schemas = {
+        tool: {"type": "object", **({"properties": {}, "additionalProperties": False}
+               if schema is None else schema)}
+        for tool, schema in schemas.items()
+    }  # fmt: skip
+    if choice == "required":
+        return schemas, CALLS
+    wanted = read(choice, NamedTool, name)
+    _check_function(wanted.type, wanted.function, name)
+    if (called := wanted.function.name) not in schemas:
+        message = f"{name}: there is no tool {quote(called)}"
+        raise ApiError("invalid_value", message, f"{name}.function.name")
+    return {called: schemas[called]}, "stop"
+
+
+def _forced(
+    asked: ChatBody,
+    given: Sequence[Mapping[str, Any]],
+    tools: Mapping[str, Any],
+    sampling: SamplingParams,
+    constrained: Collection[str],
+) -> SamplingParams:
+    """The same, held to calls of `tools`. Raises ApiError for what goes against that."""
+    if sampling.structured_outputs:
+        name = min(constrained)
+        message = f"{name} cannot be combined with a tool_choice that forces a call"
+        raise ApiError("invalid_value", message, name)
+    places = {tool["function"]["name"]: place for place, tool in enumerate(given)}
+    is_list = asked.tool_choice == "required" and asked.parallel_tool_calls
+    rows = [(places[name], name, schema) for name, schema in tools.items()]
+    sampling = structs.replace(sampling, structured_outputs=tools_constraint(rows, is_list=is_list))
+    try:
+        check_together(sampling)
+    except RequestFault as fault:
+        raise from_fault(fault) from None
+    return sampling
 
 
 def _message(item: object, param: str) -> dict[str, Any]:

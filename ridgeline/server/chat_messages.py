@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType, structs
 from ridgeline.parsers.parser import Kind, Parser, Piece
 
 ID_BYTES = 12
+CALLS = "tool_calls"
 MAX_CALLS = 1 << 16  # of tools in one answer
 
 
@@ -69,8 +70,12 @@ class MessageReader:
         *,
         most_calls: int = MAX_CALLS,
         shows_reasoning: bool = True,
+        short_ids: bool = False,
+        end_of_calls: str = CALLS,
     ) -> None:
+        """`short_ids`: see Parser. `end_of_calls`: the finish reason after calls."""
         self._parser = parser
+        self._short_ids, self._end_of_calls = short_ids, end_of_calls
         self._most_calls = most_calls
         self._shows_reasoning = shows_reasoning
         self._num_calls = 0
@@ -120,7 +125,7 @@ class MessageReader:
 
     def finish_reason(self, reason: str) -> str:
         """What OpenAI calls the end of an answer with calls."""
-        return "tool_calls" if reason == "stop" and self._num_calls else reason
+        return self._end_of_calls if reason == "stop" and self._num_calls else reason
 
     def _read(self, text: str, *, is_last: bool) -> Iterator[Piece]:
         """What is shown of the next text. `_num_calls` includes a call that was just yielded."""
@@ -138,7 +143,7 @@ class MessageReader:
     def _new_id(self) -> str:
         """Mistral's templates want nine letters and digits."""
         new = secrets.token_hex(ID_BYTES)
-        return new[:9] if self._parser is not None and self._parser.short_ids else f"call_{new}"
+        return new[:9] if self._short_ids else f"call_{new}"
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from ridgeline.config import EngineConfig
 from ridgeline.parsers import REASONING, parser_class
+from ridgeline.parsers.json_calls import JSONCalls
 from ridgeline.parsers.parser import Parser, Tags
 from ridgeline.server.bodies import ChatBody
-from ridgeline.server.chat_messages import MAX_CALLS, MessageReader
+from ridgeline.server.chat_messages import CALLS, MAX_CALLS, MessageReader
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.parsed_request import ParsedRequest
@@ -100,14 +101,20 @@ class ServedModel:
         """Makes what reads one choice of the answer to a chat."""
         parser, tags = self.format.parser, self.format.reasoning
         make: Callable[[], Parser] | None = None
-        if call.tools or tags is not None or parser.own_reasoning:
+        if call.forced_end:
+            make = partial(JSONCalls, call.tools)
+        elif call.tools or tags is not None or parser.own_reasoning:
             is_reasoning = tags is not None and self._reasons(prompt_token_ids, call, tags)
             make = partial(parser, call.tools, tags, is_reasoning=is_reasoning)
         body = call.body
         most = 1 if isinstance(body, ChatBody) and not body.parallel_tool_calls else MAX_CALLS
         shown = not isinstance(body, ChatBody) or body.include_reasoning
         return lambda: MessageReader(
-            None if make is None else make(), most_calls=most, shows_reasoning=shown
+            None if make is None else make(),
+            most_calls=most,
+            shows_reasoning=shown,
+            short_ids=parser.short_ids,
+            end_of_calls=call.forced_end or CALLS,
         )
 
     def _reasons(self, prompt_token_ids: Sequence[int], call: ParsedRequest, tags: Tags) -> bool:

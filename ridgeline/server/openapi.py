@@ -20,6 +20,7 @@ from ridgeline.observe.explain import OwnReport, Report
 from ridgeline.request import CONSTRAINT, MAX_STOP_LENGTH, MAX_TOKEN_ID, SCHEMA, StructuredOutputs
 from ridgeline.router.backend import Load
 from ridgeline.server.bodies import (
+    CHOICE,
     FORMAT,
     OPEN,
     ChatBody,
@@ -108,7 +109,7 @@ KINDS: Mapping[str, Callable[[Field], Schema]] = {
         ]
     },
     "list of strings": lambda field: _list(field, _string(field.items[0])),
-    "auto or none": lambda field: {"enum": ["auto", "none"]},
+    CHOICE: lambda field: {"anyOf": [{"enum": ["auto", "none", "required"]}, _object(field)]},
     "object or string": lambda field: {"anyOf": [_object(field), TEXT]},
     "list of objects": lambda field: _list(field, _object(field)),
     "list of token ids": lambda field: _list(field, TOKEN_ID),

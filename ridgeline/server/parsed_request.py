@@ -56,7 +56,8 @@ class ParsedRequest:
     `sampling` still has open fields (max_tokens None, seed None). `rename` maps our field names
     to those the client used, for faults found later. `top_logprobs` is what to show per token,
     None for no log-probabilities. `drop_output`: nothing is said beside the prompt (max_tokens 0).
-    `tools` are the schemas of what may be called, by name.
+    `tools` are the schemas of what may be called, by name. `forced_end` is the `finish_reason` of
+    an answer that must be calls, as JSON; None where it may be anything.
     """
 
     body: CompletionBody | ChatBody
@@ -67,6 +68,7 @@ class ParsedRequest:
     top_logprobs: int | None = None
     drop_output: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    forced_end: str | None = None
 
     @property
     def is_chat(self) -> bool:

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -247,6 +247,13 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Fa
     return FakeBuilt(
         engine, resolved, GenerationDefaults(temperature=0.0), _made_record(engine, config)
     )
+
+
+def build_with_grammars(
+    config: EngineConfig, progress: Callable[[str, int, int], None]
+) -> FakeBuilt:
+    """For answers that keep to a grammar because the test tells them so."""
+    return replace(build(config, progress), no_grammars="")
 
 
 def _made_record(engine: Engine, config: EngineConfig) -> RunRecord:

@@ -318,7 +318,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": 5000}, "context_length_exceeded", "max_tokens"),
     ({"messages": [message("a" * 600)]}, "context_length_exceeded", "messages"),
     ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"functions": [{}]}, "unsupported_parameter", "functions"),
     (
         {"response_format": {"type": "json_schema"}},

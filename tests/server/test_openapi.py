@@ -354,7 +354,7 @@ REFUSALS = {
     # The model of these tests has no grammars; and only one of the fields may be given.
     *(
         (code, name)
-        for name in CONSTRAINTS
+        for name in (*CONSTRAINTS, "tool_choice")
         for code in ("invalid_value", "unsupported_parameter", "missing_required_parameter")
     ),
 }  # fmt: skip
@@ -424,7 +424,7 @@ def explore(server: Running, served: Body, max_examples: int, mode: str = "all")
 # Narrowed, so that most of what is made goes together, and is short.
 TOGETHER: Body = {
     "stream": {"const": True}, "max_tokens": {"const": 8}, "max_completion_tokens": None,
-    "min_tokens": None, "length_penalty": None, "early_stopping": None,
+    "min_tokens": None, "length_penalty": None, "early_stopping": None, "tool_choice": None,
     **dict.fromkeys(CONSTRAINTS),
 }  # fmt: skip
 

@@ -74,6 +74,47 @@ def test_other_forms(client: OpenAI) -> None:
     assert all(re.fullmatch("[xy]{3}", choice.text) for choice in reply.choices)
 
 
+def _tool(name: str, parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@captures
+@pytest.mark.parametrize("choice", ["required", "one", "by reference", "none"])
+def test_forced_calls_keep_to_the_schemas(client: OpenAI, choice: str) -> None:
+    it = {"type": "integer", "minimum": 1, "maximum": 99}
+    reference = {
+        "type": "object",
+        "properties": {"it": {"$ref": "#/$defs/it"}},
+        "required": ["it"],
+        "additionalProperties": False,
+        "$defs": {"it": it},
+    }
+    schemas: dict[str, Any] = {"person": PERSON, "by reference": reference, "none": None}
+    tools = [_tool(name, schema) for name, schema in schemas.items()]
+    is_named = choice in schemas
+    asked: Any = {"tools": tools, "parallel_tool_calls": choice != "one", "tool_choice": "required"}
+    if is_named:
+        asked["tool_choice"] = {"type": "function", "function": {"name": choice}}
+    num_valid = 0
+    for seed in range(3):
+        messages: Any = [{"role": "user", "content": "Who are you?"}]
+        reply = client.chat.completions.create(
+            model=CHAT, messages=messages, seed=seed, temperature=1, max_tokens=400, **asked
+        ).choices[0]
+        calls: Any = reply.message.tool_calls
+        is_over = reply.finish_reason != "length"
+        assert reply.finish_reason == ("stop" if is_named else "tool_calls") or not is_over
+        assert is_over or not (is_named or choice == "one")  # a list may be long
+        assert calls
+        assert len(calls) == 1 or choice == "required"
+        for call in calls if is_over else calls[:-1]:
+            assert call.function.name == choice or not is_named
+            schema = schemas[call.function.name] or {"type": "object", "maxProperties": 0}
+            assert is_valid(schema, call.function.arguments)
+            num_valid += 1
+    assert num_valid >= 3
+
+
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     (by_schema({"not": {}}), "unsupported_schema", "response_format", '"not"'),
     ({"extra_body": {"guided_regex": "(?=a)"}}, "unsupported_schema", "guided_regex", "look"),

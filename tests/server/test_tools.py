@@ -10,11 +10,12 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec import structs
 from openai import OpenAI
 
 from tests.parsers.answers import ANSWERS, TOOLS, found_in, made, read
 from tests.server.model_folder import write_model_folder
-from tests.server.running import Running, fake_config, running
+from tests.server.running import FAKE, Running, fake_config, running
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -172,6 +173,101 @@ def test_broken_calls_in_the_history_are_named(client: OpenAI, arguments: str) -
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages)
     assert str(caught.value.param).startswith("messages[1].tool_calls[0].function.arguments")
+
+
+# ---------------------------------------------------------------------- forced calls
+
+TIME = {"name": "get_time", "arguments": {"a": "b" * 60}}
+
+
+@pytest.fixture(scope="module")
+def forcing(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A model that says what it is told to, and is taken for one that keeps to grammars. Its
+    answers begin within reasoning where the template is asked for that."""
+    config = fake_config(folder, engine=LONG)
+    config = structs.replace(config, builder=f"{FAKE}_with_grammars")
+    with (
+        running(config, tmp_path_factory.mktemp("forcing")) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made_,
+    ):
+        yield made_
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_forced_calls_are_read(forcing: OpenAI, is_named: bool) -> None:
+    calls = [TIME] if is_named else [TIME, TIME]
+    text = json.dumps(TIME if is_named else calls)
+    fields: Any = {"tools": OFFERED, "tool_choice": "required"}
+    if is_named:
+        fields["tool_choice"] = {"type": "function", "function": {"name": "get_time"}}
+    whole = ask(forcing, say(text), **fields).choices[0]
+    other, chunks = streamed(forcing, say(text), **fields)
+    for choice in (whole, other):
+        assert [c.function.name for c in choice.message.tool_calls] == ["get_time"] * len(calls)
+        for call in choice.message.tool_calls:
+            assert json.loads(call.function.arguments) == TIME["arguments"]
+        assert not choice.message.content
+        assert choice.finish_reason == ("stop" if is_named else "tool_calls")
+    deltas = [d for c in chunks for d in (c.choices[0].delta.tool_calls or [])]
+    assert len(deltas) > 3 * len(calls)
+    short = ask(forcing, say(text), max_tokens=40, **fields).choices[0]
+    assert short.finish_reason == "length"
+    assert json.dumps(TIME["arguments"]).startswith(short.message.tool_calls[0].function.arguments)
+
+
+BAD = {"type": "object", "properties": {"x": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "words"),
+    [
+        ({"tools": []}, "invalid_value", "tool_choice", "needs tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "nothing"}}},
+            "invalid_value",
+            "tool_choice.function.name",
+            "nothing",
+        ),
+        (
+            {"tool_choice": {"type": "custom", "function": {"name": "f"}}},
+            "unsupported_parameter",
+            "tool_choice.type",
+            "custom",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            "invalid_value",
+            "response_format",
+            "tool_choice",
+        ),
+        ({"extra_body": {"min_tokens": 2}}, "invalid_value", "min_tokens", "grammar"),
+        (
+            {
+                "tools": [
+                    *OFFERED[:2],
+                    {"type": "function", "function": {"name": "odd", "parameters": BAD}},
+                ]
+            },
+            "unsupported_schema",
+            "tools[2].function.parameters",
+            "'odd'",
+        ),
+    ],
+)
+def test_what_cannot_be_forced_is_named(
+    forcing: OpenAI, fields: dict[str, Any], code: str, param: str, words: str
+) -> None:
+    asked = {"tools": OFFERED, "tool_choice": "required", **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(forcing, say("x"), **asked)
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert words in str(caught.value)
+
+
+def test_a_model_without_grammars_forces_nothing(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, say("x"), tools=OFFERED, tool_choice="required")
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tool_choice")
 
 
 # ---------------------------------------------------------------------- reasoning

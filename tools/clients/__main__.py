@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".clients"
 INSTALL_S, FLOWS_S, START_S = 900, 300, 120
-OPEN = frozenset({"embeddings", "messages", "model", "reasoning", "responses", "tools"})
+OPEN = frozenset({"embeddings", "messages", "model", "reasoning", "responses"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,8 @@ def result(server: Server) -> None:
 def required(server: Server) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        reply = chat(server, tools=[TOOL], tool_choice=choice, max_tokens=100)
+        reply = chat(server, tools=[TOOL], tool_choice=choice, max_tokens=200,
+                     parallel_tool_calls=False)  # fmt: skip
         (made,) = reply.choices[0].message.tool_calls
         check("city" in json.loads(made.function.arguments), made)
 
