@@ -108,7 +108,9 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Free text with parts of a given form in it."""
 
-    structures: Annotated[list[Structure], says("forms of such parts", lengths=(1, 64))]
+    structures: Annotated[
+        list[Structure], says("forms of such parts", lengths=(1, 64), fields=Structure)
+    ]
     triggers: Annotated[
         list[Annotated[str, says(lengths=(1, MAX_STOP_LENGTH))]],
         says("where one of these texts comes, a structure begins", lengths=(1, 64)),
