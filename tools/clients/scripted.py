@@ -38,7 +38,8 @@ def _wanted(row: Row) -> bytes | None:
     prompt = row.token_ids[: row.num_prompt_tokens]
     spelled = bytes(i if i < 256 else 0 for i in prompt)
     at = spelled.rfind(MARK)
-    return None if at < 0 else spelled[at + len(MARK) :].partition(b"\0")[0]
+    said, _, behind = spelled[at + len(MARK) :].partition(b"\0")
+    return None if at < 0 or behind.strip(b"\0") else said
 
 
 def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> FakeBuilt:
