@@ -14,8 +14,8 @@ from flows import SAY, Server, check, flow, main
 CALL = SAY + '<tool_call>\n{"name": "llm_version", "arguments": {}}\n</tool_call>'
 
 
-def llm(server: Server, *words: str) -> str:
-    """What the command prints, with the server among its models."""
+def llm(server: Server, *words: str, reads_errors: bool = False) -> str:
+    """What the command prints, with the server among its models; `reads_errors`: to stderr."""
     with tempfile.TemporaryDirectory() as folder:
         card = {"model_id": "ours", "model_name": server.model, "api_base": server.v1,
                 "supports_tools": True, "supports_schema": True}  # fmt: skip
@@ -26,7 +26,7 @@ def llm(server: Server, *words: str) -> str:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     check(done.returncode == 0, done.stderr[-300:])
-    return done.stdout
+    return done.stderr if reads_errors else done.stdout
 
 
 @flow("prompt, streamed")
@@ -43,7 +43,8 @@ def whole(server: Server) -> None:
 
 @flow("--tool", needs="tools", scripted=True)
 def tools(server: Server) -> None:
-    check("llm_version" in llm(server, CALL, "--no-stream", "-T", "llm_version", "--td"), "a call")
+    said = llm(server, CALL, "--no-stream", "-T", "llm_version", "--td", reads_errors=True)
+    check("Tool call: llm_version" in said, said)
 
 
 @flow("--schema", needs="schema")
