@@ -18,12 +18,13 @@ from torch import distributed
 
 from ridgeline.clock import WallClock
 from ridgeline.distributed.placement import Collective
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineFault
 
 C10D: Any = distributed  # whose stubs leave most of it out
 
 
 MEET_TURN_S = 0.01  # between two looks at who is there
+WAIT_TURN = timedelta(seconds=0.5)  # between two looks at whether anybody is still awaited
 
 
 def nobody_knows() -> None:
@@ -70,23 +71,40 @@ class Gloo(Collective):
                 " that host and port can be reached from here"
             ) from error
         self._store = store  # rank 0's serves the others
+        self._is_abandoned = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        self._finish(self._group.allreduce([x]))
         return x
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         x = x.contiguous()
         found = [torch.empty_like(x) for _ in range(self._group.size())]
-        self._group.allgather([found], [x]).wait()
+        self._finish(self._group.allgather([found], [x]))
         return found
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         x, options = x.contiguous(), C10D.BroadcastOptions()
         options.rootRank = source
-        self._group.broadcast([x], options).wait()
+        self._finish(self._group.broadcast([x], options))
         return x
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective. Between two ranks a wait that ends early would break the line, so
+        that `send` and `recv` are not waited for like this."""
+        while True:
+            try:
+                work.wait(WAIT_TURN)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self._is_abandoned:
+                    raise EngineFault("the ranks do not talk any more") from None
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
 
     # gloo sends host memory alone: what is on a GPU goes by way of it.
 

@@ -100,6 +100,7 @@ class Nccl(Gloo):
     def abandon(self) -> None:
         """Whatever waits on the device ends. NCCL's call lasts until no captured step refers to
         this any more: a thread waits for it."""
+        super().abandon()
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             abort = _library().ncclCommAbort

@@ -157,6 +157,7 @@ class SharedMemory(Gloo):
 
     def abandon(self) -> None:
         """A process that is stopped, and not ours to kill, has left as one that has ended."""
+        super().abandon()
         for rank in range(self._size):
             if rank != self._ranks.rank:
                 other = _Ranks.from_buffer_copy(self._ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,14 @@ def heard(sock: socket.socket) -> dict[str, str]:
     return dict(line.split("=", 1) for line in sock.recv(4096).decode().splitlines())
 
 
+def next_news(sock: socket.socket) -> dict[str, str]:
+    """Behind signs of life."""
+    until = time.monotonic() + PATIENCE_S
+    while (said := heard(sock)) == {"WATCHDOG": "1"}:
+        assert time.monotonic() < until, "signs of life alone"
+    return said
+
+
 def test_from_start_to_end(
     listener: tuple[socket.socket, str],
     fake_model: Path,
@@ -37,18 +46,16 @@ def test_from_start_to_end(
     sock, address = listener
     monkeypatch.setenv("NOTIFY_SOCKET", address)
     monkeypatch.setenv("WATCHDOG_USEC", "300000")
-    with running(fake_config(fake_model), tmp_path) as server:
-        while (first := heard(sock)) == {"WATCHDOG": "1"}:
-            pass  # it is alive while it loads
-        assert first["READY"] == "1"
+    # The system keeps ten messages for who does not read, so it is not waited for elsewhere.
+    with running(fake_config(fake_model), tmp_path, wait=False) as server:
+        assert next_news(sock)["READY"] == "1"
+        server.wait_until_ready()
         for _ in range(3):
             assert heard(sock) == {"WATCHDOG": "1"}
         environment = Path(f"/proc/{server.engine_pid}/environ").read_bytes()
         assert not any(name.encode() in environment for name in VARIABLES)
         server.process.send_signal(signal.SIGTERM)
-        while (last := heard(sock)) == {"WATCHDOG": "1"}:
-            pass
-        assert last["STOPPING"] == "1"
+        assert next_news(sock)["STOPPING"] == "1"
         assert server.process.wait(PATIENCE_S) == 0
 
 
