@@ -30,7 +30,7 @@ MAX_LINES = {
     "cost": 6_210,  # masks of grammars; waves of groups; exchanges of experts
     "demo": 40,
     "devices": 537,
-    "distributed": 2_370,  # who starts ranks, which is stuck or samples otherwise; moves
+    "distributed": 2_390,  # who starts ranks, which is stuck or samples otherwise; moves
     "evaluation": 745,
     "executor": 3_900,  # masks of tokens; exchanges of experts
     "kernels": 23_900,  # experts of a rank; latent attention in fewer launches; sums of ranks

@@ -258,7 +258,7 @@ def test_bad_requests_name_the_field(
         ("best_of", 9),
         ("logprobs", 21),
         ("stop", [""]),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 65),
         ("stop", ["a" * 257]),
         ("stop", 3),
         ("logit_bias", {1: 101.0}),

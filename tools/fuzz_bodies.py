@@ -72,7 +72,7 @@ def text() -> tuple[Tokenizer | None, Worker]:
 def model() -> ServedModel:
     ready = Ready(0, "", "fake", VOCABULARY, MAX_LEN, 4, 16, 4, (257,), (), (), 0, MAX_LEN)
     tokenizer, _ = text()
-    return ServedModel("fake", 0, ready, tokenizer, True, TokenTexts(tokenizer))
+    return ServedModel(("fake",), 0, ready, tokenizer, True, TokenTexts(tokenizer), Path())
 
 
 def _encoded(question: Question | None) -> tuple[bytes, ...]:

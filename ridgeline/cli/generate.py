@@ -33,7 +33,6 @@ examples:
   ridgeline generate path/to/model -p "One" -p "Two" -p "Three"    three prompts in one batch
   cat letter.txt | ridgeline generate path/to/model -p -           the prompt from standard input
   ridgeline generate path/to/model -p "Why?" --n 4 --seed 7 --json
-  ridgeline generate path/to/model -p "Yes or no?" --max-tokens 1 --logprobs 5
   ridgeline generate path/to/model -p - --speculate draft:path/to/small    drafts by a small model
   ridgeline generate examples/tiny-random --load-format random --token-ids 1,2,3
 """

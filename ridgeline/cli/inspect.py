@@ -42,7 +42,6 @@ from ridgeline.cost.memory_items import RankShare, rank_share
 from ridgeline.cost.pipeline import with_cuts
 from ridgeline.cost.setup import DTYPE_BYTES, ONE_DEVICE, Layout, Precision, Setup
 from ridgeline.cost.steady_state import DEFAULT_TOKEN_BUDGET
-from ridgeline.costing import unknown_device
 from ridgeline.figures import percent
 from ridgeline.formats import CHECKPOINT
 
@@ -225,6 +224,8 @@ def _rank_needs(
         return (), layout
     weights = CHECKPOINT if is_quantized(spec) else "plain"
     precision = Precision(args.dtype or spec.dtype, weights)
+    from ridgeline.costing import unknown_device  # loads torch
+
     device = unknown_device("", is_cpu=True, threads=1, memory_bytes=1 << 60)
     layout = with_cuts(Setup(spec, device, layout, precision)).layout
     own_batch = -(-args.batch // layout.dp)

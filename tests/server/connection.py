@@ -36,6 +36,9 @@ class Pipe(asyncio.Transport):
         if not self.closed:
             self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.at_end = True
 

@@ -17,7 +17,7 @@ from ridgeline.server.config import ServeConfig
 from ridgeline.server.model import text_folder
 from ridgeline.server.service import Service
 from ridgeline.server.text_client import ForkServer
-from ridgeline.server.text_wire import Loaded
+from ridgeline.server.text_wire import Loaded, LoadText
 from ridgeline.server.wire import Ready
 from tests.tiny_model import write_tokenizer
 
@@ -41,8 +41,8 @@ def ready_in(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     read: list[Path] = []
     load = ForkServer.load
 
-    async def watched(self: ForkServer, where: Path) -> Loaded:
-        read.append(where)
+    async def watched(self: ForkServer, where: LoadText) -> Loaded:
+        read.append(Path(where.folder))
         return await load(self, where)
 
     async def both() -> None:

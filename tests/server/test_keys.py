@@ -17,7 +17,7 @@ from ridgeline.server.app import Route, make_routes
 from ridgeline.server.service import Service
 from tests.server.running import Running, fake_config, running, until
 
-WITHOUT_A_KEY = {"/health/live", "/health/ready"}
+WITHOUT_A_KEY = {"/health/live", "/health/ready", "/health", "/v1/health", "/ping"}
 KEY, OTHER, THIRD = "key-of-the-first", "key-of-the-second", "key-of-the-third"  # KEY: operator's
 
 
@@ -43,7 +43,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_every_route_but_the_probes_wants_a_key(server: Running, routes: list[Route]) -> None:
-    assert len(routes) == 13
+    assert len(routes) == 18
     paths = [route.path.replace("{name:path}", "fake") for route in routes]
     unknown = [
         "/lab/",
@@ -51,8 +51,7 @@ def test_every_route_but_the_probes_wants_a_key(server: Running, routes: list[Ro
         "/nothing",
         "/v1/completions/",
         "//v1/models",
-        "/health",
-        "/health/live/",
+        "/healthy",
     ]
     assert set(paths) >= WITHOUT_A_KEY
     with httpx.Client(base_url=server.url) as http:
@@ -72,7 +71,7 @@ def test_wrong_keys_get_the_same_words_as_none(server: Running) -> None:
     with httpx.Client(base_url=server.url) as http:
         wrong: list[dict[str, str]] = [
             {}, bearer("wrong"), bearer(KEY[:-1]), bearer(KEY + "x"),
-            {"authorization": KEY}, {"authorization": f"Basic {KEY}"}, {"x-api-key": KEY},
+            {"authorization": KEY}, {"authorization": f"Basic {KEY}"}, {"x-api-key": KEY[:-1]},
         ]  # fmt: skip
         for headers in wrong:
             reply = http.get("/v1/models", headers=headers)
@@ -89,6 +88,7 @@ def test_keys_of_file_and_environment_open(server: Running) -> None:
     with httpx.Client(base_url=server.url) as http:
         for key in (KEY, OTHER, THIRD):
             assert http.get("/v1/models", headers=bearer(key)).status_code == 200
+            assert http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
         assert http.get("/metrics", headers=bearer(KEY)).status_code == 200
         refused = http.get("/metrics", headers=bearer(OTHER))  # what all do is not for one of them
         assert refused.status_code == 403

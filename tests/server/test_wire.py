@@ -42,8 +42,10 @@ def test_every_field_of_sampling_crosses() -> None:
         for name in SamplingParams.__struct_fields__
         if getattr(FULL, name) != getattr(SamplingParams(), name)
     ]
-    assert set(different) == set(SamplingParams.__struct_fields__) - {"beam_width"}
-    for sampling in (FULL, SamplingParams(), beams, resolved):
+    apart = {"beam_width", "structured_outputs"}
+    assert set(different) == set(SamplingParams.__struct_fields__) - apart
+    held = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    for sampling in (FULL, SamplingParams(), beams, held, resolved):
         request = Request("a", (1,), sampling, 0.0)
         (back,) = unpack_add(read_command(frame(pack_add(1, [request], 2.0))[4:]), 3.0)  # type: ignore[arg-type]
         assert back.sampling == sampling

@@ -24,7 +24,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Of the interface between Python and the library: raise it with every change of a struct of
 # arguments or of what a function makes of one. A library of another number is not used, since it
 # would read other arguments than it is given. setup.py builds this number into the library.
-ABI = 3
+ABI = 4
 
 # Measured with the bundled model and its draft on two cores of an AMD EPYC with AVX-512.
 MISSING = (
