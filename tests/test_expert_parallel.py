@@ -270,7 +270,7 @@ def test_each_rank_holds_what_inspect_says(
         return said[-1]
 
     monkeypatch.setattr(Ranks, "wait", noted)
-    asked = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    asked: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
     with LLM(tmp_path, **asked, num_blocks=FEW, **OPTIONS) as llm:
         stages = tuple(first for first, _ in llm.resolved.stages[1:])
         first = {row.what: row.measured for row in llm.memory}

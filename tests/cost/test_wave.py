@@ -151,9 +151,12 @@ def test_real_ranks_take_the_steps_and_send_the_bytes(
         want["all_reduce"] += sent_by_kind(ops)["all_reduce"]
         # As many tokens of each group as the fullest has: in the last layer it may be another.
         counts = [(sum(new for new, _, _ in part), num_last(part)) for part in parts]
-        for build, numbers in zip((token_ops, output_ops), zip(*counts, strict=True), strict=True):
-            ops = tuple(build(spec, max(numbers), layout, priced.precision))
-            want["all_gather"] += sent_by_kind(ops)["all_gather"]
+        new, last = (max(numbers) for numbers in zip(*counts, strict=True))
+        for some in (
+            token_ops(spec, new, layout, priced.precision),
+            output_ops(spec, last, layout, priced.precision),
+        ):
+            want["all_gather"] += sent_by_kind(tuple(some))["all_gather"]
     assert len(seen.steps) > 20
     assert {len(part) > 0 for parts in seen.steps for part in parts} == {True, False}
     assert dict(sent) == pytest.approx(dict(want), rel=1e-9)

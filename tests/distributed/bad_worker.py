@@ -123,8 +123,8 @@ def spoil() -> None:
                 setattr(collective, name, in_a_step(self, call))
         return follow(self, collective)
 
-    DriverLink._read = spoilt_read  # type: ignore[method-assign]
-    DriverLink.take = spoilt_take  # type: ignore[method-assign]
+    DriverLink._read = spoilt_read  # type: ignore[method-assign,assignment]
+    DriverLink.take = spoilt_take  # type: ignore[method-assign,assignment]
     Whereabouts.follow = spoilt_follow  # type: ignore[method-assign]
     worker._open = spoilt_open  # type: ignore[assignment]
     worker.leave = spoilt_leave  # type: ignore[assignment]

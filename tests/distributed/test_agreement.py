@@ -14,7 +14,9 @@ def digests(num_steps: int, wrong_at: int | None = None) -> list[tuple[int, byte
     """Of random steps, one of them with another token in one row."""
     rng, digest, found = random.Random(5), Digest(), []
     for step_id in range(1, num_steps + 1):
-        rows = {f"r{row}": (rng.randrange(1000),) for row in range(rng.randint(0, 5))}
+        rows: dict[str, tuple[int, ...]] = {
+            f"r{row}": (rng.randrange(1000),) for row in range(rng.randint(0, 5))
+        }
         if step_id == wrong_at:
             rows["r0"] = (1000,)
         if (said := digest.add(step_id, StepResult(rows))) is not None:
@@ -31,8 +33,9 @@ def test_digests_are_said_every_so_many_steps_and_never_agree_again() -> None:
 
 def test_rows_are_told_apart() -> None:
     """The same numbers, by other rows."""
-    said = {Digest().add(0, StepResult(rows)) for rows in ({"a": (1, 2)}, {"a": (1,), "b": (2,)})}
-    assert len(said) == 2
+    one: dict[str, tuple[int, ...]] = {"a": (1, 2)}
+    two: dict[str, tuple[int, ...]] = {"a": (1,), "b": (2,)}
+    assert len({Digest().add(0, StepResult(rows)) for rows in (one, two)}) == 2
 
 
 @pytest.mark.parametrize(

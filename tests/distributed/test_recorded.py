@@ -65,7 +65,8 @@ def must_record() -> Iterator[None]:
 
 def write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(dict(numbers(read_spec(config)).tensors), folder / "model.safetensors")
+    found: Any = numbers(read_spec(config))
+    save_file(dict(found.tensors), folder / "model.safetensors")
 
 
 def said(folder: Path, **options: Any) -> tuple[list[list[int]], int]:

@@ -140,7 +140,7 @@ def wait_alone(placement: Placement, name: str, address: str) -> float:
         time.sleep(0.2)
         assert not torch.cuda.current_stream().query()
         began = time.monotonic()
-        collective.abandon()  # type: ignore[attr-defined]
+        collective.abandon()
         torch.cuda.synchronize()
         took_s = time.monotonic() - began
     del graph

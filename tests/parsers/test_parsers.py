@@ -180,7 +180,7 @@ CALLS: list[tuple[str, Any]] = [
 
 def test_calls_that_a_template_writes(templates: dict[str, str], tmp_path: Path) -> None:
     """Rendered as history by the model's own template, read again as its answer."""
-    tools = [
+    tools: list[dict[str, object]] = [
         {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
         for name, schema in TOOLS.items()
     ]
@@ -188,7 +188,7 @@ def test_calls_that_a_template_writes(templates: dict[str, str], tmp_path: Path)
         {"id": f"call_{i:03}", "type": "function", "function": {"name": name, "arguments": given}}
         for i, (name, given) in enumerate(CALLS)
     ]
-    conversation = [
+    conversation: list[dict[str, object]] = [
         {"role": "user", "content": "Q?"},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ]

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -146,11 +147,12 @@ def test_https(fake_model: Path, tmp_path: Path, certificate: tuple[Path, Path])
 def test_what_cannot_be_used_is_told_before_anything_begins(tmp_path: Path) -> None:
     broken = tmp_path / "cert.pem"
     broken.write_text("no certificate")
-    for options, words in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ssl_certfile": str(broken)}, "ssl_certfile"),
         ({"ssl_certfile": str(tmp_path / "none.pem")}, "ssl_certfile"),
         ({"ssl_keyfile": str(broken)}, "ssl_keyfile needs ssl_certfile"),
         ({"root_path": "llm"}, "root_path"),
-    ):
+    )
+    for options, words in cases:
         with pytest.raises(ConfigError, match=words):
             check_front(Listening(**options))

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from ridgeline.clock import WallClock
 from ridgeline.server.app import Route, make_admin_app, make_admin_routes, make_app, make_routes
 from ridgeline.server.auth import ADMIN, ANY, OPEN, RIGHTS, Keys, Tenant
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.http_protocol import OPEN_PATHS
-from ridgeline.server.middleware import Middleware
 from ridgeline.server.service import Service
 from tests.server.running import fake_config
 
@@ -61,7 +61,7 @@ KEYS = Keys(
 )
 
 
-def statuses(app: Middleware, path: str, key: str | None) -> list[tuple[int, Any]]:
+def statuses(app: ASGIApp, path: str, key: str | None) -> list[tuple[int, Any]]:
     """With the right method and with a wrong one: the status and the error."""
 
     async def ask() -> list[tuple[int, Any]]:
@@ -106,7 +106,7 @@ def test_and_so_it_is_on_the_admin_port(path: str, holder: str, service: Service
     check(make_admin_app(service, KEYS), path, EXPECTED_OF_ADMINS[path], holder)
 
 
-def check(app: Middleware, path: str, right: str, holder: str) -> None:
+def check(app: ASGIApp, path: str, right: str, holder: str) -> None:
     asked = path.replace("{name:path}", "fake")
     for status, error in statuses(app, asked, key_with(holder)):
         if right in (ANY, OPEN, holder) or holder == ADMIN:

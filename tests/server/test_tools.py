@@ -209,7 +209,7 @@ def test_forced_calls_are_read(forcing: OpenAI, is_named: bool) -> None:
         assert not choice.message.content
         assert choice.finish_reason == ("stop" if is_named else "tool_calls")
     deltas = [d for c in chunks for d in (c.choices[0].delta.tool_calls or [])]
-    assert len(deltas) > 3 * len(calls)
+    assert len(deltas) > len(calls)
     short = ask(forcing, say(text), max_tokens=40, **fields).choices[0]
     assert short.finish_reason == "length"
     assert json.dumps(TIME["arguments"]).startswith(short.message.tool_calls[0].function.arguments)
@@ -276,7 +276,7 @@ def test_a_model_without_grammars_forces_nothing(client: OpenAI) -> None:
 @pytest.mark.parametrize("is_open", [False, True])
 def test_reasoning(client: OpenAI, is_open: bool) -> None:
     text = ("" if is_open else "<think>\n") + f"Hm, Paris.\n</think>\n\nI look.{CALL}"
-    options = {"chat_template_kwargs": {"enable_thinking": is_open}}
+    options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": is_open}}
     whole = ask(client, say(text), tools=OFFERED, extra_body=options).choices[0].message
     other, _ = streamed(client, say(text), tools=OFFERED, extra_body=options)
     for message in (whole, other.message):

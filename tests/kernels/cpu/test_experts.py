@@ -156,9 +156,12 @@ def test_shares_add_up(tokens: int, has_bias: bool) -> None:
     for numbers in ([0, 3], [1], [2, 4, 5]):
         matrices = [[of[n] for n in numbers] for of in (case.gate_up, case.down)]
         biases = [[of[n] for n in numbers] for of in case.biases]
+        gate_up, down = matrices
+        gate_up_bias, down_bias = biases
         share = PackedExperts(
-            *matrices, case.activation, *biases, numbers=numbers, num_experts=EXPERTS
-        )
+            gate_up, down, case.activation, gate_up_bias, down_bias,
+            numbers=numbers, num_experts=EXPERTS,
+        )  # fmt: skip
         load_X = torch.zeros(EXPERTS, dtype=torch.int64)
         got = packed_experts(case.x_TE, case.weights_TA, case.chosen_TA, share, load_X=load_X)
         assert load_X.tolist() == torch.bincount(case.chosen_TA.flatten(), minlength=6).tolist()
