@@ -108,7 +108,7 @@ class SharedMemory(Gloo):
                 f" {problem or 'another rank says why'}; use --collective gloo"
             )
         self._sum, self._gather = library.rl_ranks_sum, library.rl_ranks_gather
-        self._columns = getattr(library, "rl_ranks_columns", None)
+        self._columns = library.rl_ranks_columns
         descriptors = (ctypes.c_int32 * size)(*self._processes)
         begin = torch.frombuffer(memory, dtype=torch.uint8)
         self._ranks = _Ranks(
@@ -141,7 +141,7 @@ class SharedMemory(Gloo):
 
     def gather_columns(self, x_TC: torch.Tensor, out_TN: torch.Tensor) -> None:
         is_alike = out_TN.stride(1) == 1 and x_TC.dtype == out_TN.dtype
-        if self._columns is None or not is_alike:
+        if not is_alike:
             super().gather_columns(x_TC, out_TN)
             return
         x, size = x_TC.contiguous(), x_TC.dtype.itemsize

@@ -42,7 +42,7 @@ class ExpertBalance:
         if not self._due and self._num_steps % self.period == 0:
             self._decide()
         elif self._num_steps % self.period == self.period - 1:
-            self._load.counts()  # what is asked for now is there at the decision
+            self._load.counts()  # begins a copy of the counts, which the decision then reads
         return self._due.popleft() if self._due else None
 
     def done_so_far(self) -> int:

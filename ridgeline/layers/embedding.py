@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from ridgeline.distributed.placement import Placement
-from ridgeline.kernels.cpu.packed_linear import gather, has_shares
+from ridgeline.kernels.cpu.packed_linear import gather
 from ridgeline.layers.piece import Piece
 from ridgeline.quantization import WeightFormat
 
@@ -70,7 +70,7 @@ class VocabularyMatrix:
         if self.placement.size == 1:
             return self._rows_of(token_ids_T)
         packed = self.format.packed(self.parameters)
-        if packed is not None and has_shares():
+        if packed is not None:
             found = gather(packed, token_ids_T, self.dtype, first=self.rows.start)
             if self._scale != 1.0:
                 found.mul_(self._scale)

@@ -357,8 +357,8 @@ class ExpertLoad:
         self._found = [[0] * size for size in self._sizes]
 
     def counts(self) -> list[list[int]]:
-        """Tokens of each expert by layer. As the call before this one found them: the next figures
-        are asked for now."""
+        """Tokens of each expert by layer, as they were at the call before this one. This call
+        begins the copy that the next one reads."""
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return self._found
         both = zip(self._read_LX.tolist(), self._sizes, strict=True)

@@ -6,8 +6,7 @@ and as many drafts in each step as a coin says. Beside tensor parallelism nothin
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import pytest
 from ridgeline import LLM
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.cpu import native
-from ridgeline.request import Request
-from ridgeline.scheduler.scheduler import DraftLengths
 from tests.distributed.prepared import prepared
 from tests.distributed.test_recorded import FAMILIES as RECORDED
 from tests.distributed.test_recorded import must_record as must_record
 from tests.distributed.test_recorded import said, write
+from tests.executor.test_draft_company import Coin
 from tests.speculation.test_heads import head_folder, target_folder
 from tests.test_pipeline import LITTLE, check_engine
 from tests.test_ranks import OPTIONS, SEED, requests, serve
@@ -31,23 +29,6 @@ from tests.thinning import slow
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 MOST = 3
 METHODS = ("ngram", *slow("suffix"), "early:1", "draft", "eagle3", "mtp")
-
-
-class Coin(DraftLengths):
-    """Any number of drafts; `num_right` of them so far, and how many were looked at."""
-
-    def __init__(self) -> None:
-        super().__init__(MOST)
-        self.rng = random.Random(SEED)
-        self.num_verified = self.num_right = 0
-
-    def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return self.rng.choice([0, 1, MOST, MOST])
-
-    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
-        for num_verified, num_right in verified.values():
-            self.num_verified += num_verified
-            self.num_right += num_right
 
 
 def target(folder: Path, method: str) -> tuple[Path, str]:
@@ -75,7 +56,7 @@ def test_random_company(method: str, tp: int, tmp_path: Path) -> None:
     with opened(folder) as one:
         want = serve(one.engine, requests(one.spec.vocab_size), aborts=False)
     with opened(folder, tp=tp, speculate=speculate) as llm:
-        coin = llm.engine.scheduler.draft_lengths = Coin()
+        coin = llm.engine.scheduler.draft_lengths = Coin(MOST, SEED)
         check_engine(llm, want)
         assert coin.num_verified > 50
         if method == "draft":

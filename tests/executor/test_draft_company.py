@@ -50,13 +50,13 @@ Method = Callable[[Decoder, KVCache], DraftMethod]
 class Coin(DraftLengths):
     """Any number of drafts, and remembers what came of them."""
 
-    def __init__(self) -> None:
-        super().__init__(MOST)
-        self.rng = random.Random(SEED)
+    def __init__(self, most: int = MOST, seed: int = SEED) -> None:
+        super().__init__(most)
+        self.most, self.rng = most, random.Random(seed)
         self.num_verified = self.num_right = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return self.rng.choice([0, 1, MOST, MOST])
+        return self.rng.choice([0, 1, self.most, self.most])
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         for num_verified, num_right in verified.values():

@@ -271,11 +271,6 @@ def gather(
     return out
 
 
-def has_shares() -> bool:
-    """The library is new enough for `gather` of a share."""
-    return hasattr(_library(), "rl_gather_share")
-
-
 def first_rows(matrix: PackedMatrix, outputs: int) -> PackedMatrix:
     """The same without its last rows."""
     if outputs == matrix.outputs:
